@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the implementation of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.experimental.pallas import tpu as pltpu
+
+Implementation = Literal["mosaic_tpu", "xla"]
+Interpret = bool | pltpu.InterpretParams
+# How the XLA reference moves pages, see multi_layer_copy/reference.py.
+Form = Literal["fastest", "page_loop"]
+
+
+def normalise_interpret(interpret: Interpret) -> Interpret:
+    """Maps True to the TPU simulator: the generic interpreter cannot do chunks of dynamic size."""
+    return pltpu.InterpretParams() if interpret is True else interpret
+
+
+def choose(
+    kernel: str,
+    implementation: Implementation | None,
+    interpret: Interpret,
+    platform: str,
+    layout_problem: str | None,
+) -> Implementation:
+    """Picks the implementation of a call.
+
+    Args:
+      kernel: name of the kernel, for messages.
+      implementation: the caller's wish; None takes the best that runs.
+      interpret: the caller asked for a simulated Pallas kernel.
+      platform: where the arrays are.
+      layout_problem: why a layer's layout cannot move in place, or None.
+
+    Returns:
+      "mosaic_tpu" or "xla".
+
+    Raises:
+      ValueError: unknown implementation, or `interpret` with "xla".
+      NotImplementedError: "mosaic_tpu" was asked for and cannot run.
+    """
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(
+            f"implementation = {implementation!r} is unknown; use one of "
+            f"{(None, *get_args(Implementation))}."
+        )
+    if implementation == "xla":
+        if interpret:
+            raise ValueError("interpret is for implementation='mosaic_tpu', got 'xla'.")
+        return "xla"
+    if interpret:
+        return "mosaic_tpu"
+    if platform != "tpu":
+        if implementation is None:
+            return "xla"
+        raise NotImplementedError(
+            f"{kernel}: the Pallas kernel needs a TPU, the arrays are on {platform!r}; pass "
+            "interpret=pltpu.InterpretParams() to simulate it, or implementation='xla'."
+        )
+    if layout_problem is None:
+        return "mosaic_tpu"
+    if implementation == "mosaic_tpu":
+        raise NotImplementedError(f"{kernel}: {layout_problem}.")
+    logging.log_first_n(
+        logging.WARNING,
+        "%s: moving pages one by one with XLA, because %s.",
+        1,
+        kernel,
+        layout_problem,
+    )
+    return "xla"
+
+
+def xla_form(platform: str) -> Form:
+    """Returns the form of the XLA reference that leaves pools in place on this platform."""
+    return "page_loop" if platform == "tpu" else "fastest"
+
+
+def is_emulated_float(dtype: np.dtype) -> bool:
+    """Says whether XLA's CPU compiler converts this dtype to float32, even to move it."""
+    native = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.float64))
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype) not in native
+
+
+def move_bits(platform: str, dtypes: Sequence[np.dtype]) -> bool:
+    """Decides whether XLA moves integers instead of floats, and tells once what that costs.
+
+    Args:
+      platform: where the arrays are.
+      dtypes: dtypes of the destinations.
+
+    Returns:
+      True on CPU when a dtype is one that XLA's CPU compiler converts to float32 and back.
+    """
+    slow = sorted({str(x) for x in dtypes if is_emulated_float(x)})
+    if platform != "cpu" or not slow:
+        return False
+    logging.log_first_n(
+        logging.WARNING,
+        "On CPU, writing into a pool of dtype %s makes XLA copy the whole pool at every call. Hold "
+        "the pool's bits as unsigned integers of the same width and bitcast after reading.",
+        1,
+        ", ".join(slow),
+    )
+    return True

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy in plain XLA: the oracle of the kernel's tests and the path without a TPU.
+
+Three forms of the same copy differ by an order of magnitude on CPU, so the form is chosen there
+from the shapes, and where the shapes do not decide, from the chunk list itself, at run time:
+
+* scatter form: one `scatter` with a destination page per source page. In place and as fast as a
+  memcpy, but every source page can go to one place only, and each costs a little even when unused.
+* gather form: one `gather` with a source page per destination page, rows that no chunk writes
+  keep their value. In place; costs a copy of the whole destination.
+* page loop: one `dynamic_update_slice` per page. Takes anything, and is half as fast.
+
+On TPU only the page loop leaves every pool in place, whatever its layout; the others make XLA copy
+it. Nothing here depends on the values of the chunk list at trace time: new offsets never retrace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from kvferry.kernels.chunks import Chunks
+from kvferry.kernels.dispatch import Form, is_emulated_float
+
+# A page id that every pool drops: beyond the end of any array that int32 offsets can address.
+_NOWHERE = 2**31 - 1
+
+# The scatter form visits every source page; below this share of used ones the page loop is faster.
+_MIN_SHARE_FOR_SCATTER = 4
+
+# The gather form rewrites the destination; allowed when the chunk list is at least this share of
+# it, as when the list names a page for (nearly) every destination page.
+_MIN_SHARE_FOR_GATHER = 2
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+def _to_bits(array: jax.Array) -> jax.Array:
+    """Reinterprets floats that XLA's CPU compiler would convert to float32 and back as integers."""
+    if is_emulated_float(array.dtype):
+        return jax.lax.bitcast_convert_type(array, _BITS[array.dtype.itemsize])
+    return array
+
+
+def _page_map(
+    starts: jax.Array, targets: jax.Array, sizes: jax.Array, num_pages: int
+) -> tuple[jax.Array, jax.Array]:
+    """Inverts runs: for each of `num_pages` pages, where it goes, and how many runs hold it.
+
+    Args:
+      starts: first page of each run on the side that is mapped, [n] int32.
+      targets: first page of each run on the other side, [n] int32.
+      sizes: length of each run, 0 where it must be ignored, [n] int32.
+      num_pages: pages on the mapped side.
+
+    Returns:
+      The page on the other side for each page, `_NOWHERE` if there is none or more than one, and
+      the number of runs that cover each page, both [num_pages] int32.
+    """
+    used = sizes > 0
+    begin = jnp.where(used, starts, num_pages + 1)
+    end = jnp.where(used, starts + sizes, num_pages + 1)
+
+    def spread(values: jax.Array) -> jax.Array:
+        # A run adds its value at its first page and takes it away after its last; the running
+        # sum is then the sum over the runs that cover a page.
+        steps = jnp.zeros(num_pages + 1, jnp.int32)
+        steps = steps.at[begin].add(values, mode="drop").at[end].add(-values, mode="drop")
+        return jnp.cumsum(steps)[:num_pages]
+
+    cover = spread(used.astype(jnp.int32))
+    shift = spread(targets - starts)
+    pages = jnp.arange(num_pages, dtype=jnp.int32) + shift
+    return jnp.where(cover == 1, pages, _NOWHERE), cover
+
+
+def _scatter_form(src: jax.Array, dest: jax.Array, dest_page_of: jax.Array) -> jax.Array:
+    """Writes each source page to its destination page; [n, ...] into [N, ...]."""
+    return dest.at[dest_page_of].set(src, mode="drop", unique_indices=True)
+
+
+def _gather_form(src: jax.Array, dest: jax.Array, src_page_of: jax.Array) -> jax.Array:
+    """Reads each destination page from its source page; [N, ...] into [n, ...]."""
+    keep = src_page_of == _NOWHERE
+    pages = src.at[jnp.where(keep, 0, src_page_of)].get(mode="promise_in_bounds")
+    return jnp.where(keep.reshape((-1,) + (1,) * (dest.ndim - 1)), dest, pages)
+
+
+def _page_loop(src: jax.Array, dest: jax.Array, chunks: Chunks, sizes: jax.Array) -> jax.Array:
+    """Copies page by page; the loops carry one layer, or XLA would copy them all each time."""
+
+    def copy_chunk(chunk: jax.Array, dest: jax.Array) -> jax.Array:
+        def copy_page(page: jax.Array, dest: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(src, chunks.src_offsets[chunk] + page, 1)
+            start = chunks.dest_offsets[chunk] + page
+            return jax.lax.dynamic_update_slice_in_dim(dest, rows, start, 0)
+
+        return jax.lax.fori_loop(0, sizes[chunk], copy_page, dest)
+
+    return jax.lax.fori_loop(0, chunks.num_chunks[0], copy_chunk, dest)
+
+
+def _copy_group(
+    src: list[jax.Array], dest: list[jax.Array], chunks: Chunks, sizes: jax.Array
+) -> list[jax.Array]:
+    """Copies layers whose sources, and whose destinations, have equally many pages."""
+    src_pages, dest_pages = src[0].shape[0], dest[0].shape[0]
+    if dest_pages <= min(src_pages, _MIN_SHARE_FOR_GATHER * sizes.shape[0]):
+        src_page_of, _ = _page_map(chunks.dest_offsets, chunks.src_offsets, sizes, dest_pages)
+        return [_gather_form(s, d, src_page_of) for s, d in zip(src, dest, strict=True)]
+    dest_page_of, cover = _page_map(chunks.src_offsets, chunks.dest_offsets, sizes, src_pages)
+    one_target = jnp.max(cover, initial=0) <= 1
+    worth_it = _MIN_SHARE_FOR_SCATTER * jnp.sum(cover) >= src_pages
+    return list(
+        # One conditional around all layers keeps the pools in place; one per layer is slower.
+        jax.lax.cond(
+            one_target & worth_it,
+            lambda: [_scatter_form(s, d, dest_page_of) for s, d in zip(src, dest, strict=True)],
+            lambda: [_page_loop(s, d, chunks, sizes) for s, d in zip(src, dest, strict=True)],
+        )
+    )
+
+
+def copy_layers(
+    src_array: Sequence[jax.Array],
+    dest_array: Sequence[jax.Array],
+    chunks: Chunks,
+    *,
+    form: Form = "fastest",
+    as_bits: bool = False,
+) -> list[jax.Array]:
+    """Copies runs of pages from each source into the destination of the same layer.
+
+    Args:
+      src_array: one array per layer, [src_pages, ...].
+      dest_array: one array per layer, [dest_pages, ...], same page shape and dtype as its source.
+        In place when the caller's jit donates it.
+      chunks: the runs; a size of 0 is a run that is skipped.
+      form: "fastest" on CPU, "page_loop" on TPU.
+      as_bits: move bfloat16 and float8 as unsigned integers (for XLA's CPU compiler).
+
+    Returns:
+      The updated destinations.
+    """
+    chunks = Chunks(*(jnp.asarray(array) for array in chunks))
+    index = jnp.arange(chunks.sizes.shape[0], dtype=jnp.int32)
+    sizes = jnp.where(index < chunks.num_chunks[0], chunks.sizes, 0)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for layer, (src, dest) in enumerate(zip(src_array, dest_array, strict=True)):
+        groups.setdefault((src.shape[0], dest.shape[0]), []).append(layer)
+    results = list(dest_array)
+    for layers in groups.values():
+        sources = [src_array[layer] for layer in layers]
+        dests = [dest_array[layer] for layer in layers]
+        if as_bits:
+            sources, dests = [_to_bits(x) for x in sources], [_to_bits(x) for x in dests]
+        if form == "page_loop":
+            pairs = zip(sources, dests, strict=True)
+            group = [_page_loop(source, dest, chunks, sizes) for source, dest in pairs]
+        else:
+            group = _copy_group(sources, dests, chunks, sizes)
+        for layer, copied in zip(layers, group, strict=True):
+            dtype = dest_array[layer].dtype
+            if copied.dtype != dtype:
+                copied = jax.lax.bitcast_convert_type(copied, dtype)
+            results[layer] = copied
+    return results
+
+
+def gather_layers(
+    src_array: Sequence[jax.Array],
+    page_ids: jax.Array,
+    num_pages: jax.Array,
+    *,
+    form: Form = "fastest",
+) -> list[jax.Array]:
+    """Copies single pages of each layer into a fresh array.
+
+    Args:
+      src_array: one array per layer, [src_pages, ...].
+      page_ids: pages wanted, [n] int32; in the fastest form, ids outside are clipped into the pool.
+      num_pages: how many of them are valid, [1] int32.
+      form: as in `copy_layers`.
+
+    Returns:
+      One [n, ...] array per layer; rows at and beyond `num_pages` are unspecified.
+    """
+    if form == "fastest":
+        return [src.at[page_ids].get(mode="clip") for src in src_array]
+    count = page_ids.shape[0]
+    rows = jnp.arange(count, dtype=jnp.int32)
+    chunks = Chunks(page_ids, rows, jnp.ones(count, jnp.int32), num_pages)
+    fresh = [jnp.zeros((count, *src.shape[1:]), src.dtype) for src in src_array]
+    return copy_layers(src_array, fresh, chunks, form=form)
