@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bootstrap server on its own: where decode servers find the prefill server of a request.
+
+    python -m kvferry.control.bootstrap_main --host 127.0.0.1 --bootstrap_port 8998
+
+Needed only when several prefill servers share one address for this: a prefill server without
+--bootstrap_host runs a bootstrap server of its own. It keeps nothing on disk; after a restart the
+prefill servers register again by themselves.
+"""
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+
+from kvferry.control.bootstrap import ZmqBootstrapServer
+from kvferry.control.security import InsecureBindError, PortInUseError
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Numeric address to listen on.")
+_PORT = flags.DEFINE_integer("bootstrap_port", 8998, "Port to listen on.", lower_bound=1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Args:
+      argv: the command line without its flags.
+
+    Raises:
+      app.UsageError: there are arguments that are not flags.
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    server = ZmqBootstrapServer(_HOST.value, _PORT.value)
+    try:
+        server.start()
+    except (PortInUseError, InsecureBindError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    logging.info("bootstrap server ready on %s:%d", _HOST.value, _PORT.value)
+    stopping.wait()
+    server.stop()
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer engines: ways to move arrays from one process to another."""

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The publishing half of the tcp engine: a listening socket and one thread per connection.
+
+A puller that stops to read blocks its own connections only.
+"""
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import logging
+
+from kvferry.control.engines.tcp_frames import (
+    CHALLENGE_BYTES,
+    FrameError,
+    Grant,
+    Request,
+    is_proven,
+    pack_grant,
+    read_request,
+    send_parts,
+    set_timeouts,
+    tag_of,
+)
+
+_MAX_CONNECTIONS = 1024
+_IDLE_SECONDS = 60.0
+_GONE = "nothing is published under this id: it was released, has expired, or never was"
+
+
+@dataclasses.dataclass(eq=False)
+class Publication:
+    """What is published under one id.
+
+    Attributes:
+        key: The id.
+        arrays: The arrays.
+        until: When it expires, in seconds of the monotonic clock.
+        lock: Held while the bytes are fetched from the device.
+        taker: Nonce of the one pull that may have it, once there is one.
+        taken: Streams that were asked for.
+        sending: Connections on which it is being sent.
+    """
+
+    key: int
+    arrays: Sequence[jax.Array]
+    until: float
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    taker: bytes = b""
+    taken: set[int] = dataclasses.field(default_factory=set)
+    sending: set[socket.socket] = dataclasses.field(default_factory=set)
+    _bytes: list[np.ndarray] | None = None
+
+    def as_bytes(self) -> list[np.ndarray]:
+        """Returns each array as 1-D uint8; waits until they are computed.
+
+        Raises:
+            jax.errors.JaxRuntimeError: If the computation of one has failed.
+        """
+        with self.lock:
+            if self._bytes is None:
+                host = jax.device_get(list(self.arrays))
+                self._bytes = [
+                    np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in host
+                ]
+            return self._bytes
+
+
+class TcpServer:
+    """Serves publications.
+
+    Args:
+        listener: A listening socket; closed with the server.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._lock = threading.Condition()
+        self._publications: dict[bytes, Publication] = {}
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        for target, name in ((self._accept, "accept"), (self._expire, "expire")):
+            threading.Thread(target=target, name=f"kv-tcp-{name}", daemon=True).start()
+
+    @property
+    def num_published(self) -> int:
+        """Publications that are held."""
+        return len(self._publications)
+
+    def publish(self, key: int, arrays: Sequence[jax.Array], deadline_seconds: float) -> bool:
+        """Makes arrays available for one pull.
+
+        Returns:
+            False if the id is published already.
+        """
+        with self._lock:
+            tag = tag_of(key)
+            if tag in self._publications:
+                return False
+            until = time.monotonic() + deadline_seconds
+            self._publications[tag] = Publication(key, arrays, until)
+            self._lock.notify_all()
+            return True
+
+    def release(self, key: int) -> None:
+        """Drops a publication and breaks off what is still being sent of it."""
+        with self._lock:
+            publication = self._publications.pop(tag_of(key), None)
+            if publication is None:
+                return
+            for peer in publication.sending:
+                _shut(peer)
+
+    def close(self) -> None:
+        """Drops everything and closes all connections."""
+        with self._lock:
+            self._closed = True
+            self._publications.clear()
+            self._lock.notify_all()
+            _shut(self._listener)
+            self._listener.close()
+            for peer in self._connections:
+                _shut(peer)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # Closed.
+            with self._lock:
+                refuse = self._closed or len(self._connections) >= _MAX_CONNECTIONS
+                if not refuse:
+                    self._connections.add(peer)
+            if refuse:
+                peer.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(peer,), name="kv-tcp-serve", daemon=True
+            ).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_timeouts(peer, _IDLE_SECONDS, _IDLE_SECONDS)
+            while self._answer(peer):
+                pass
+        except OSError as error:
+            # FrameError too: strangers and broken connections end here.
+            logging.log_every_n_seconds(logging.DEBUG, "tcp connection ended: %s", 5, error)
+        finally:
+            with self._lock:
+                self._connections.discard(peer)
+            peer.close()
+
+    def _answer(self, peer: socket.socket) -> bool:
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        peer.sendall(challenge)
+        request = read_request(peer)
+        if request is None:
+            return False
+        publication = self._take(peer, request, challenge)
+        if isinstance(publication, str):
+            peer.sendall(pack_grant(Grant(error=publication)))
+            return True
+        try:
+            self._send(peer, request, publication)
+        finally:
+            with self._lock:
+                publication.sending.discard(peer)
+        return True
+
+    def _take(self, peer: socket.socket, request: Request, challenge: bytes) -> Publication | str:
+        """Returns the publication that a request may have, or why it may not."""
+        with self._lock:
+            publication = self._publications.get(request.tag)
+            if publication is None:
+                return _GONE
+            if not is_proven(request, publication.key, challenge):
+                raise FrameError("a request that does not prove its id")
+            publication.taker = publication.taker or request.nonce
+            if publication.taker != request.nonce or request.index in publication.taken:
+                return "this id was pulled before; ids are for one use"
+            publication.taken.add(request.index)
+            publication.sending.add(peer)
+            return publication
+
+    def _send(self, peer: socket.socket, request: Request, publication: Publication) -> None:
+        try:
+            arrays = publication.as_bytes()
+        except jax.errors.JaxRuntimeError as error:
+            peer.sendall(pack_grant(Grant(error=f"the published arrays failed: {error}"[:4096])))
+            return
+        leaves = [(list(array.shape), str(array.dtype)) for array in publication.arrays]
+        peer.sendall(pack_grant(Grant(leaves=leaves)))
+        send_parts(peer, arrays, request.index, request.count)
+
+    def _expire(self) -> None:
+        with self._lock:
+            while not self._closed:
+                now = time.monotonic()
+                for each in [p for p in self._publications.values() if p.until <= now]:
+                    self.release(each.key)
+                waits = [each.until - now for each in self._publications.values()]
+                self._lock.wait(max(0.05, min(waits)) if waits else None)
+
+
+def _shut(peer: socket.socket) -> None:
+    # Wakes a thread that is blocked on the socket; the owner closes it.
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a server together from its options, runs it, and takes it apart again.
+
+The order of the start: look at every port (a taken one is reported at once), load the model,
+compile, open the control ports and test the transfer engine, then serve. The end is the reverse.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+
+import jax
+import numpy as np
+from absl import logging
+
+from kvferry.control.bootstrap import ZmqBootstrapServer
+from kvferry.control.connection import KVManager
+from kvferry.control.control_loop import ControlLoop
+from kvferry.control.decode import DecodeScheduler
+from kvferry.control.engines.base import EngineOptions, EngineStartError
+from kvferry.control.engines.ports import claim_port
+from kvferry.control.engines.registry import create_engine
+from kvferry.control.flags import Mode, ServerOptions
+from kvferry.control.kv_layout import KVLayout
+from kvferry.control.prefill import PrefillScheduler
+from kvferry.control.progress import CompileProgress
+from kvferry.control.security import InsecureBindError, PortInUseError
+from kvferry.control.zmq_connection import ControlOptions, create_manager
+from kvferry.engine.attention_plan import Family
+from kvferry.engine.errors import ModelError
+from kvferry.engine.kv_pool import CopyKind
+from kvferry.engine.loader import LoadedModel, load_model
+from kvferry.engine.runner import ModelRunner
+from kvferry.engine.runner_options import RunnerOptions
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.scheduler_limits import SchedulerLimits
+from kvferry.engine.sharding import TP_AXIS
+from kvferry.server.app import create_app
+from kvferry.server.interfaces import ServiceOptions
+from kvferry.server.metrics import MetricSample
+from kvferry.server.service import Service, ServiceHooks
+from kvferry.server.serving import ListenError, listen, serve
+
+_DEFAULT_DTYPE = {"cpu": "float32"}
+# What each role steps and copies, so that it compiles nothing else. Decode prefills too: sequences
+# that lost their pages are computed again there.
+_FAMILIES: Mapping[Mode, tuple[Family, ...]] = {
+    Mode.NULL: ("prefill", "decode"),
+    Mode.PREFILL: ("prefill",),
+    Mode.DECODE: ("prefill", "decode"),
+}
+_COPIES: Mapping[Mode, tuple[CopyKind, ...]] = {
+    Mode.NULL: (),
+    Mode.PREFILL: ("gather",),
+    Mode.DECODE: ("scatter",),
+}
+_START_ERRORS = (
+    ModelError,
+    ListenError,
+    PortInUseError,
+    InsecureBindError,
+    EngineStartError,
+    ValueError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """What a disaggregated server has beside its scheduler."""
+
+    manager: KVManager
+    scheduler: PrefillScheduler | DecodeScheduler
+
+
+def run_server(options: ServerOptions) -> int:
+    """Serves until SIGTERM or SIGINT.
+
+    Args:
+      options: what to serve and how.
+
+    Returns:
+      The exit status: 0 after an orderly end, 1 if the server could not start (the reason is on
+      stderr).
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            service, listener = _start(options, stack)
+        except _START_ERRORS as error:
+            logging.debug("start failed", exc_info=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        logging.info("%s ready on http://%s:%d", options.mode.value, options.host, options.port)
+        serve(create_app(service), service, listener, drain_seconds=options.drain_seconds)
+    return 0
+
+
+def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service, socket.socket]:
+    listener = stack.enter_context(listen(options.host, options.port))
+    _check_ports(options)
+    loop = None
+    if options.mode is not Mode.NULL:
+        loop = ControlLoop("kv-control")
+        stack.callback(loop.stop)
+    if options.mode is Mode.PREFILL and options.bootstrap_host is None:
+        assert loop is not None
+        bootstrap = ZmqBootstrapServer(options.host, options.bootstrap_port, loop=loop)
+        bootstrap.start()
+        stack.callback(bootstrap.stop)
+    model, runner = _load(options)
+    limits = SchedulerLimits(max_queued_requests=options.max_queued_requests)
+    scheduler_class = {
+        Mode.NULL: Scheduler,
+        Mode.PREFILL: PrefillScheduler,
+        Mode.DECODE: DecodeScheduler,
+    }[options.mode]
+    scheduler = scheduler_class(runner, model.tokenizer, limits)
+    runner.warm_up(
+        CompileProgress(),
+        families=_FAMILIES[options.mode],
+        copies=_COPIES[options.mode],
+        on_logits=scheduler.sampler.warm_up,
+    )
+    pair = None
+    if isinstance(scheduler, PrefillScheduler | DecodeScheduler):
+        assert loop is not None
+        pair = _connect(options, model, runner, scheduler, loop)
+        stack.callback(pair.manager.stop)
+    scheduler.start()
+    stack.callback(scheduler.stop)
+    service = _service(options, model, runner, scheduler, pair)
+    stack.callback(service.close)
+    service.set_ready()
+    return service, listener
+
+
+def _check_ports(options: ServerOptions) -> None:
+    """Reports a taken port before minutes are spent on compiling, and by the flag that moves it."""
+    names = {
+        Mode.NULL: (),
+        Mode.PREFILL: ("side_channel_port", "kv_transfer_port"),
+        Mode.DECODE: ("kv_transfer_port",),
+    }[options.mode]
+    if options.mode is Mode.PREFILL and options.bootstrap_host is None:
+        names = ("bootstrap_port", *names)
+    for name in names:
+        try:
+            claim_port(options.host, getattr(options, name)).close()
+        except PortInUseError as error:
+            raise PortInUseError(f"{error} with --{name}") from error
+
+
+def _load(options: ServerOptions) -> tuple[LoadedModel, ModelRunner]:
+    # A cache that JAX was told of (JAX_COMPILATION_CACHE_DIR) is the operator's choice. JAX makes
+    # its settings attributes at run time.
+    told = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if options.compilation_cache_dir and not told:
+        os.makedirs(options.compilation_cache_dir, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = _DEFAULT_DTYPE.get(jax.default_backend(), "bfloat16")
+    logging.info("loading %s as %s", options.model_path, dtype)
+    model = load_model(options.model_path, dtype)
+    runner_options = RunnerOptions(
+        max_running_requests=options.max_running_requests,
+        chunk_tokens=options.chunk_tokens,
+        max_context=options.max_context or None,
+        page_size=options.page_size or None,
+        num_pages=options.num_pages or None,
+        kv_dtype=None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+        mesh=_mesh(options.tensor_parallel_size),
+    )
+    return model, ModelRunner(model, runner_options)
+
+
+def _mesh(size: int) -> jax.sharding.Mesh | None:
+    if size <= 1:
+        return None
+    devices = jax.local_devices()
+    if size > len(devices):
+        raise ValueError(
+            f"--tensor_parallel_size={size}, but this process has {len(devices)} devices"
+        )
+    return jax.sharding.Mesh(np.asarray(devices[:size]), (TP_AXIS,))
+
+
+def _connect(
+    options: ServerOptions,
+    model: LoadedModel,
+    runner: ModelRunner,
+    scheduler: PrefillScheduler | DecodeScheduler,
+    loop: ControlLoop,
+) -> _Pair:
+    engine = create_engine(
+        options.transfer_engine,
+        EngineOptions(
+            host=options.host,
+            port=options.kv_transfer_port,
+            channels=options.kv_transfer_channels,
+            chunk_bytes=options.transfer_chunk_bytes,
+            parallel_copies=options.max_parallel_copies,
+        ),
+    )
+    control = ControlOptions(
+        host=options.host,
+        side_channel_port=options.side_channel_port,
+        bootstrap_host=options.bootstrap_host or options.host,
+        bootstrap_port=options.bootstrap_port,
+        peer_timeout_seconds=options.peer_timeout_seconds,
+        pull_timeout_seconds=options.pull_timeout_seconds,
+    )
+    manager = create_manager(
+        "prefill" if options.mode is Mode.PREFILL else "decode",
+        options=control,
+        layout=_layout(model, runner),
+        pages=runner.pool,
+        engine=engine,
+        on_event=scheduler.wake,
+        loop=loop,
+    )
+    manager.start()
+    if isinstance(scheduler, PrefillScheduler):
+        scheduler.connect(manager)
+    else:
+        scheduler.connect(manager, options.bootstrap_port)
+    return _Pair(manager, scheduler)
+
+
+def _layout(model: LoadedModel, runner: ModelRunner) -> KVLayout:
+    pool = runner.pool
+    spec = pool.specs(1)[0]
+    return KVLayout(
+        num_layers=model.config.num_layers,
+        page_size=pool.page_size,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=pool.layout.dtype,
+        storage_dtype=str(spec.dtype),
+        page_shape=spec.shape[1:],
+        page_buckets=pool.buckets,
+        model_fingerprint=model.fingerprint,
+        max_context=runner.sizes.max_context,
+        tp_size=pool.layout.shards,
+    )
+
+
+def _service(
+    options: ServerOptions,
+    model: LoadedModel,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    pair: _Pair | None,
+) -> Service:
+    names = {
+        "dp_size": 1,
+        "tp_size": options.tensor_parallel_size,
+        "dtype": str(model.params["embed"].dtype),
+        "page_size": runner.pool.page_size,
+        "num_pages": runner.pool.num_pages,
+        "bootstrap_port": options.bootstrap_port,
+        "transfer_engine": options.transfer_engine if pair else None,
+    }
+    # A router looks a model_path that is not a local folder up on a hub.
+    if os.path.isdir(options.model_path):
+        names["model_path"] = os.path.abspath(options.model_path)
+    service_options = ServiceOptions(
+        model_name=options.served_model_name or model.name,
+        role=options.mode.value,
+        max_context=runner.sizes.max_context,
+        max_body_bytes=options.max_body_bytes,
+        server_info=names,
+        model_info={
+            "model_type": model.config.model_type,
+            "architectures": [model.config.architecture],
+        },
+    )
+
+    def engine_state() -> dict[str, object]:
+        return {"num_traces": runner.num_traces + scheduler.sampler.num_traces}
+
+    if pair is None:
+        hooks = ServiceHooks(state=engine_state)
+        return Service(scheduler, model.tokenizer, service_options, hooks)
+    manager, handovers = pair.manager, pair.scheduler.handovers
+
+    def collect() -> Iterable[MetricSample]:
+        for name, value in manager.counters().items():
+            yield MetricSample(name, value)
+
+    def state() -> dict[str, object]:
+        return {
+            **engine_state(),
+            "transfers_ok": handovers.count,
+            "kv_bytes_moved": handovers.num_bytes,
+            "last_handover_seconds": handovers.last_seconds,
+            "last_handover_bytes": handovers.last_bytes,
+            "last_pull_seconds": handovers.last_pull_seconds,
+            "last_handover_stages": handovers.last_stages,
+            "control": manager.counters(),
+        }
+
+    hooks = ServiceHooks(health_checks=[lambda: manager.failure], collect=collect, state=state)
+    return Service(scheduler, model.tokenizer, service_options, hooks)

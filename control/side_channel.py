@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed messages over ZMQ: a ROUTER that listens, and DEALERs that connect to it.
+
+Application code sees messages and peers, never sockets or frames. Bytes that are not a message are
+counted and ignored. Both ends watch each other: the connecting end pings, and either end that hears
+nothing for the peer timeout gives the other up. The connecting end also sees a closed or refused
+connection at once, through the socket's monitor.
+
+One DEALER is one connection: when it is down it stays down, so nothing written for a dead peer can
+reach its successor. Everything here runs on the control loop's thread.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from absl import logging
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.control.control_loop import ControlLoop, Timer
+from kvferry.control.messages import Message, Ping, Pong, Refused
+from kvferry.control.security import (
+    CurveKeys,
+    PortInUseError,
+    check_bind,
+    endpoint,
+    host_port,
+)
+from kvferry.control.tally import Tally
+from kvferry.control.wire import MAX_MESSAGE_BYTES, MessageError, decode, encode
+
+_HIGH_WATER_MARK = 20_000
+_MAX_CONNECTIONS = 4096
+_MESSAGES_PER_WAKE = 256
+_PINGS_PER_TIMEOUT = 3
+
+_DOWN_EVENTS = {
+    zmq.EVENT_CLOSED: "connection refused or unreachable",
+    zmq.EVENT_DISCONNECTED: "connection closed by the peer",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the peer does not speak ZMTP",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused our keys",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelOptions:
+    """How channels behave.
+
+    Attributes:
+        peer_timeout_seconds: Silence after which a peer counts as dead. Positive.
+        connect_timeout_seconds: Time in which a connection must be up. Positive.
+        keys: CURVE keys, or None for plain sockets (loopback only).
+    """
+
+    peer_timeout_seconds: float = 3.0
+    connect_timeout_seconds: float = 0.9
+    keys: CurveKeys | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ValueError: If a time is not positive, naming it and its value.
+        """
+        for name in ("peer_timeout_seconds", "connect_timeout_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"ChannelOptions.{name} must be positive, got {value}")
+
+
+def _new_socket(loop: ControlLoop, kind: int, host: str) -> zmq.Socket[bytes]:
+    made = loop.context.socket(kind)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    made.setsockopt(zmq.LINGER, 0)
+    if ":" in host:
+        made.setsockopt(zmq.IPV6, 1)
+    return made
+
+
+def _decode_counted(frame: bytes, tally: Tally) -> Message | MessageError:
+    try:
+        message = decode(frame)
+    except MessageError as error:
+        tally.add(f"ignored_{error.kind}")
+        return error
+    return message
+
+
+class ServerChannel:
+    """A ROUTER socket and the peers connected to it.
+
+    Args:
+        loop: The control loop.
+        tally: Gets the totals of ignored messages.
+        options: See `ChannelOptions`.
+        on_message: Called with (peer, message) for each message but pings.
+        on_silent: Called with (peer) once a peer has been silent for the peer timeout.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        tally: Tally,
+        options: ChannelOptions,
+        on_message: Callable[[bytes, Message], None],
+        on_silent: Callable[[bytes], None],
+    ) -> None:
+        self._loop = loop
+        self._tally = tally
+        self._options = options
+        self._on_message = on_message
+        self._on_silent = on_silent
+        self._socket: zmq.Socket[bytes] | None = None
+        self._timer: Timer | None = None
+        self._heard: dict[bytes, float] = {}
+
+    @property
+    def num_peers(self) -> int:
+        """Peers heard within the peer timeout."""
+        return len(self._heard)
+
+    def open(self, host: str, port: int) -> int:
+        """Binds the socket. Loop thread only.
+
+        Args:
+            host: Numeric address.
+            port: Port, or 0 for any free one.
+
+        Returns:
+            The port it listens on.
+
+        Raises:
+            PortInUseError: If the port is taken.
+            InsecureBindError: If `host` is not loopback and there are no keys.
+            OSError: If it cannot be bound for another reason.
+        """
+        check_bind(host, self._options.keys)
+        made = _new_socket(self._loop, zmq.ROUTER, host)
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._options.keys is not None:
+            self._options.keys.secure_server(made)
+        try:
+            made.bind(endpoint(host, port if port else "*"))
+        except zmq.ZMQError as error:
+            made.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise PortInUseError(
+                    f"port {host_port(host, port)} is taken by another process; stop that process"
+                    " or choose another port"
+                ) from error
+            raise OSError(f"cannot listen on {host_port(host, port)}: {error}") from error
+        self._socket = made
+        self._loop.watch(made, self._receive)
+        period = self._options.peer_timeout_seconds / (2 * _PINGS_PER_TIMEOUT)
+        self._timer = self._loop.every(period, self._check_silence)
+        bound = made.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(bound.rsplit(":", 1)[1])
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Sends to one peer. Loop thread only; never blocks.
+
+        Returns:
+            False if the peer is gone, or does not take what was sent to it before.
+        """
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read.
+            self._tally.add("undeliverable")
+            logging.log_every_n_seconds(
+                logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
+            )
+            return False
+        return True
+
+    def forget(self, peer: bytes) -> None:
+        """Stops watching a peer. Loop thread only."""
+        self._heard.pop(peer, None)
+
+    def close(self, linger_seconds: float = 0.2) -> None:
+        """Closes the socket after sending what is queued, for a bounded time. Loop thread only."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            self._loop.unwatch(self._socket)
+            self._socket.close(linger=int(linger_seconds * 1000))
+            self._socket = None
+        self._heard.clear()
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_WAKE):
+            if self._socket is None:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._tally.add("ignored_malformed")
+            return
+        peer, frame = frames
+        message = _decode_counted(frame, self._tally)
+        if isinstance(message, MessageError):
+            if message.kind == "version":
+                self.send(peer, Refused(reason=str(message), status=503))
+            return
+        if peer not in self._heard and len(self._heard) >= _MAX_CONNECTIONS:
+            self._tally.add("ignored_too_many_peers")
+            return
+        self._heard[peer] = self._loop.awake_seconds
+        if isinstance(message, Ping):
+            self.send(peer, Pong())
+        elif not isinstance(message, Pong):
+            self._on_message(peer, message)
+
+    def _check_silence(self) -> None:
+        limit = self._loop.awake_seconds - self._options.peer_timeout_seconds
+        for peer in [peer for peer, heard in self._heard.items() if heard < limit]:
+            del self._heard[peer]
+            self._on_silent(peer)
+
+
+class ClientChannel:
+    """A DEALER socket with one connection, from connecting to down.
+
+    Args:
+        loop: The control loop.
+        tally: Gets the totals of ignored messages.
+        options: See `ChannelOptions`.
+        on_up: Called once when the connection stands.
+        on_message: Called with each message but pings.
+        on_down: Called once with the reason when the connection is gone; never after `close`.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        tally: Tally,
+        options: ChannelOptions,
+        on_up: Callable[[], None],
+        on_message: Callable[[Message], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._tally = tally
+        self._options = options
+        self._on_up = on_up
+        self._on_message = on_message
+        self._on_down = on_down
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: Any = None
+        self._timers: list[Timer] = []
+        self._heard = 0.0
+        self.target = ""
+        self.up = False
+
+    def open(self, host: str, port: int) -> None:
+        """Starts to connect. Loop thread only.
+
+        Args:
+            host: Numeric address.
+            port: Port.
+        """
+        self.target = host_port(host, port)
+        made = _new_socket(self._loop, zmq.DEALER, host)
+        # One socket is one connection: see the module text.
+        made.setsockopt(zmq.RECONNECT_IVL, -1)
+        if self._options.keys is not None:
+            self._options.keys.secure_client(made)
+        self._socket = made
+        self._monitor = made.get_monitor_socket()
+        self._loop.watch(self._monitor, self._see_events)
+        self._loop.watch(made, self._receive)
+        timeout = self._options.connect_timeout_seconds
+        self._timers.append(self._loop.call_later(timeout, self._check_connected))
+        made.connect(endpoint(host, port))
+
+    def send(self, message: Message) -> bool:
+        """Sends to the peer. Loop thread only; never blocks.
+
+        Returns:
+            False if the connection is not up, or the peer has stopped to read.
+        """
+        if self._socket is None or not self.up:
+            return False
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._tally.add("undeliverable")
+            return False
+        return True
+
+    def close(self, linger_seconds: float = 0.2) -> None:
+        """Closes the connection after sending what is queued. Loop thread only; idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self.up = False
+        if self._socket is None:
+            return
+        self._loop.unwatch(self._socket)
+        self._loop.unwatch(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_seconds * 1000))
+        self._socket = None
+
+    def _go_down(self, reason: str) -> None:
+        if self._socket is not None:
+            self.close(linger_seconds=0.0)
+            self._on_down(f"{reason} ({self.target})")
+
+    def _check_connected(self) -> None:
+        if not self.up:
+            self._go_down(f"no connection within {self._options.connect_timeout_seconds} s")
+
+    def _see_events(self) -> None:
+        while self._socket is not None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.up = True
+                self._heard = self._loop.awake_seconds
+                period = self._options.peer_timeout_seconds / _PINGS_PER_TIMEOUT
+                self._timers.append(self._loop.every(period, self._beat))
+                self._on_up()
+            elif event in _DOWN_EVENTS:
+                self._receive()  # What the peer said before it closed comes first.
+                self._go_down(_DOWN_EVENTS[event])
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_WAKE):
+            if self._socket is None:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                self._tally.add("ignored_malformed")
+                continue
+            message = _decode_counted(frames[0], self._tally)
+            if isinstance(message, MessageError):
+                if message.kind == "version":
+                    self._go_down(str(message))
+                continue
+            self._heard = self._loop.awake_seconds
+            if isinstance(message, Ping):
+                self.send(Pong())
+            elif not isinstance(message, Pong):
+                self._on_message(message)
+
+    def _beat(self) -> None:
+        silent = self._loop.awake_seconds - self._heard
+        if silent > self._options.peer_timeout_seconds:
+            self._go_down(f"the peer has been silent for {silent:.1f} s")
+        else:
+            self.send(Ping())
