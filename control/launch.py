@@ -23,6 +23,7 @@ from kvferry.control.decode import DecodeScheduler
 from kvferry.control.engines.base import EngineOptions, EngineStartError
 from kvferry.control.engines.ports import claim_port
 from kvferry.control.engines.registry import create_engine
+from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.flags import Mode, ServerOptions
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.prefill import PrefillScheduler
@@ -57,6 +58,9 @@ _COPIES: Mapping[Mode, tuple[CopyKind, ...]] = {
     Mode.PREFILL: ("gather",),
     Mode.DECODE: ("scatter",),
 }
+# Host slots for staged pages: their largest size, and how many of each size.
+_STAGED_PAGES = 32
+_STAGING_SLOTS = 4
 _START_ERRORS = (
     ModelError,
     ListenError,
@@ -205,6 +209,12 @@ def _connect(
             parallel_copies=options.max_parallel_copies,
         ),
     )
+    max_chunk_pages = None
+    if options.enable_d2h_staging and isinstance(scheduler, PrefillScheduler):
+        sizes = [size for size in runner.pool.buckets if size <= _STAGED_PAGES]
+        max_chunk_pages = sizes[-1]
+        page_specs = [runner.pool.specs(size) for size in sizes]
+        engine = StagingEngine(engine, page_specs, _STAGING_SLOTS)
     control = ControlOptions(
         host=options.host,
         side_channel_port=options.side_channel_port,
@@ -224,7 +234,7 @@ def _connect(
     )
     manager.start()
     if isinstance(scheduler, PrefillScheduler):
-        scheduler.connect(manager)
+        scheduler.connect(manager, max_chunk_pages)
     else:
         scheduler.connect(manager, options.bootstrap_port)
     return _Pair(manager, scheduler)

@@ -38,6 +38,7 @@ class _Leg:
     seq: Sequence
     sender: KVSender
     stage: _Stage = _Stage.BOOTSTRAP
+    pages_sent: int = 0
     token: SampledToken | None = None
 
 
@@ -48,13 +49,20 @@ class PrefillScheduler(Scheduler):
         """Takes the arguments of `Scheduler`; call `connect` before `start`."""
         super().__init__(*args, **kwargs)
         self._manager: KVManager | None = None
+        self._max_chunk_pages: int | None = None
         self._legs: dict[int, _Leg] = {}
         self._progress_seconds = 0.0
         self.handovers = HandoverStats()
 
-    def connect(self, manager: KVManager) -> None:
-        """Sets the connection backend; its `on_event` must call this scheduler's `wake`."""
+    def connect(self, manager: KVManager, max_chunk_pages: int | None = None) -> None:
+        """Sets the connection backend; its `on_event` must call this scheduler's `wake`.
+
+        Args:
+          manager: the backend, started.
+          max_chunk_pages: most pages handed over in one piece; None: a prompt is one piece.
+        """
         self._manager = manager
+        self._max_chunk_pages = max_chunk_pages
 
     def generation_limit(self, request: Request) -> int:
         """One token: the rest is the decode server's."""
@@ -147,9 +155,19 @@ class PrefillScheduler(Scheduler):
             first_token_logprob=None if logprob is None else logprob.logprob,
             top_logprobs=[] if logprob is None else list(logprob.top),
         )
-        pages = seq.pages[wanted.first_page : wanted.first_page + wanted.num_pages]
-        if not leg.sender.send(pages, last=True, metadata=metadata):
-            return  # Too much is published, or the leg failed: the next poll tells which.
+        end = wanted.first_page + wanted.num_pages
+        while True:
+            start = wanted.first_page + leg.pages_sent
+            stop = end if self._max_chunk_pages is None else min(end, start + self._max_chunk_pages)
+            last = stop == end
+            taken = leg.sender.send(
+                seq.pages[start:stop], last=last, metadata=metadata if last else None
+            )
+            if not taken:
+                return  # Too much is published, or the leg failed: the next poll tells which.
+            leg.pages_sent += stop - start
+            if last:
+                break
         seq.mark("published", self.now())
         # The gather is dispatched, and the device runs in order: no later step can overtake it.
         self.unadmit(seq)

@@ -18,7 +18,7 @@ from absl import logging
 
 from kvferry.control.connection import KVPages, KVSender, PageRequest, TransferFailure
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.engines.base import TransferEngine, TransferError
+from kvferry.control.engines.base import EngineBusyError, TransferEngine, TransferError
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.kv_poll import KVPoll
 from kvferry.control.leg import Leg, Tombstones, check_extra, sendable
@@ -81,6 +81,9 @@ class Sender(Leg, KVSender):
             arrays = self._manager.pages.gather(page_ids)
             try:
                 self._manager.engine.publish(key, arrays, _PUBLISH_SECONDS)
+            except EngineBusyError:
+                self._manager.give_back(num_bytes, refused=True)
+                return False
             except TransferError as error:
                 self._manager.give_back(num_bytes)
                 self._manager.fail(self, TransferFailure(f"cannot publish pages: {error}", 503))
@@ -222,10 +225,11 @@ class PrefillRooms(ZmqManager):
             self.published_bytes += num_bytes
             return num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
-        """Undoes `reserve`; wakes the scheduler if it was refused before."""
+    def give_back(self, num_bytes: int, *, refused: bool = False) -> None:
+        """Undoes `reserve`; `refused` asks for the scheduler to be woken by the next release."""
         with self.lock:
             self.published_bytes -= num_bytes
+            self._refused_publication = self._refused_publication or refused
 
     def announce_chunk(self, sender: Sender, chunk: KVChunk, num_bytes: int) -> bool:
         """Records a published chunk and tells D.
@@ -321,6 +325,8 @@ class PrefillRooms(ZmqManager):
     def _release_all(self, keys: Sequence[int]) -> None:
         for key in keys:
             self.engine.release(key, delivered=False)
+        # Room for what was refused.
+        self.on_event()
 
     @abc.abstractmethod
     def post_message(self, peer: bytes, message: Message) -> None:

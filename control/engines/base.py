@@ -25,7 +25,7 @@ To write an engine:
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -38,6 +38,10 @@ class TransferError(Exception):
 
 class TransferTimeoutError(TransferError, TimeoutError):
     """A transfer did not finish before its deadline."""
+
+
+class EngineBusyError(TransferError):
+    """Nothing more can be published until something is released; try again then."""
 
 
 class EngineStartError(RuntimeError):
@@ -116,9 +120,10 @@ class TransferEngine(abc.ABC):
 
     Attributes:
         engine_name: Name under which it is registered; set by `@transfer_engine`.
+        options: As given.
     """
 
-    engine_name: ClassVar[str] = ""
+    engine_name: str = ""
 
     def __init__(self, options: EngineOptions):
         """Keeps the options; opens nothing.
@@ -126,7 +131,7 @@ class TransferEngine(abc.ABC):
         Args:
             options: See `EngineOptions`.
         """
-        self._options = options
+        self.options = options
 
     @property
     def failure(self) -> str | None:
@@ -164,6 +169,7 @@ class TransferEngine(abc.ABC):
         Raises:
             ValueError: If `key` is already published, or an array cannot travel (deleted, not
                 addressable from this process, or not in the default memory layout).
+            EngineBusyError: If there is no room for it until something is released.
             TransferError: If the engine has failed.
         """
 

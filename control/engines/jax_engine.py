@@ -178,7 +178,7 @@ class JaxEngine(TransferEngine):
         with self._lock:
             self._sweep()
             stuck = [since for since, _ in self._draining if _age(since) > _DRAIN_GRACE_SECONDS]
-        if len(stuck) < self._options.parallel_copies:
+        if len(stuck) < self.options.parallel_copies:
             return None
         return (
             f"{len(stuck)} pulls were given up up to {_age(min(stuck)):.0f} s ago and still hold"
@@ -195,7 +195,7 @@ class JaxEngine(TransferEngine):
             PortInUseError: If the port is taken.
             EngineStartError: If the address is a wildcard or not numeric, or the library refuses.
         """
-        host, port = self._options.host, self._options.port
+        host, port = self.options.host, self.options.port
         try:
             check_advertise(host)
             self._claim = claim_port(host, port)
@@ -212,9 +212,9 @@ class JaxEngine(TransferEngine):
             self._server = transfer.start_transfer_server(
                 client,
                 host_port(host, port),
-                [host_port(host, 0)] * self._options.channels,
-                max_num_parallel_copies=self._options.parallel_copies,
-                transfer_size=self._options.chunk_bytes,
+                [host_port(host, 0)] * self.options.channels,
+                max_num_parallel_copies=self.options.parallel_copies,
+                transfer_size=self.options.chunk_bytes,
                 use_raw_buffers=False,
             )
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -232,7 +232,7 @@ class JaxEngine(TransferEngine):
 
     def settings(self) -> Mapping[str, int | str]:
         """Returns the number of transports and the transfer size."""
-        return {"channels": self._options.channels, "chunk_bytes": self._options.chunk_bytes}
+        return {"channels": self.options.channels, "chunk_bytes": self.options.chunk_bytes}
 
     def versions(self) -> Mapping[str, str]:
         """Returns the versions of jax and jaxlib."""

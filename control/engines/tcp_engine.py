@@ -204,7 +204,7 @@ class TcpEngine(TransferEngine):
             PortInUseError: If the port is taken.
             EngineStartError: If the address is a wildcard, not numeric, or not of this machine.
         """
-        host, port = self._options.host, self._options.port
+        host, port = self.options.host, self.options.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             check_advertise(host)
@@ -267,7 +267,7 @@ class TcpEngine(TransferEngine):
         Raises:
             TransferError: If the engine is not running or too many pulls wait.
         """
-        pull = _TcpPull((address, key), specs, self._options.channels, deadline_seconds)
+        pull = _TcpPull((address, key), specs, self.options.channels, deadline_seconds)
         if self._server is None:
             raise TransferError(f"pull {key}: transfer engine 'tcp' is not running")
         with self._lock:

@@ -180,7 +180,7 @@ def test_layouts_that_differ_are_refused_by_name(field: str) -> None:
 def test_engine_settings_that_differ_are_refused_by_name() -> None:
     class Picky(FakeEngine):
         def settings(self) -> dict[str, int | str]:
-            return {"channels": self._options.channels}
+            return {"channels": self.options.channels}
 
     network = FakeNetwork()
     engines = (

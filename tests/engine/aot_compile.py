@@ -125,7 +125,13 @@ def report(label: str, traced: Any, layout: KVPoolLayout) -> None:
     start = time.monotonic()
     compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
-    text = compiled.as_text()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        # libtpu knows instructions (SparseCore's, on tpu7x) that jaxlib cannot print.
+        text, unprintable = "", str(error)[:200]
+    else:
+        unprintable = ""
     page_rows, heads, dim = layout.page_shape
     heads //= layout.shards
     # The pool in its own shape, or as the rows that a step writes.
@@ -148,13 +154,11 @@ def report(label: str, traced: Any, layout: KVPoolLayout) -> None:
                 "temp_bytes": memory.temp_size_in_bytes,
                 "pool_copies": copies,
                 "kernels": text.count("tpu_custom_call"),
+                "unprintable": unprintable,
             }
         ),
         flush=True,
     )
-    if len(sys.argv) > 4:
-        with open(sys.argv[4] + label.replace(" ", "_") + ".txt", "w") as file:
-            file.write(text)
 
 
 if __name__ == "__main__":

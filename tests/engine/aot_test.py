@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
-# The embedding table of SmolLM2 (576 wide: not a multiple of 128 lanes) is laid out once for the
-# lookup and once for the logits; everything else fits in a few MiB.
-MAX_TEMP_BYTES = {"smollm2": 96 << 20, "llama_8b": 16 << 20}
+# Far below one layer of the pool (128 and 64 MiB): with all of the pool aliased, a copy of a layer
+# would have to be a temporary. Most of it is the embedding table of SmolLM2 (576 wide: not a
+# multiple of 128 lanes), laid out once for the lookup and once for the logits.
+MAX_TEMP_BYTES = {"smollm2": 96 << 20, "llama_8b": 24 << 20}
 
 
 def compile_steps(topology: str, model: str, layers: int, timeout_seconds: float) -> list[Any]:
@@ -37,7 +38,7 @@ def check(reports: list[Any], model: str) -> None:
         if not label.endswith("gather"):
             assert report["alias_bytes"] >= report["pool_bytes"], label
         assert report["temp_bytes"] <= MAX_TEMP_BYTES[model], label
-        assert report["kernels"] > 0, label
+        assert report["kernels"] > 0 or report["unprintable"], label
 
 
 @pytest.mark.parametrize("model", ["smollm2", "llama_8b"])
