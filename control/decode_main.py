@@ -8,38 +8,20 @@ and put sglang_router in front of both; with --disaggregation_mode=null this one
 halves and needs neither. Compiled steps are kept, so only the first start takes long.
 """
 
-import sys
-from collections.abc import Sequence
+from absl import app, flags
 
-from absl import app
-from absl import flags as absl_flags
-
-from kvferry.control import flags
-from kvferry.control.launch import run_server
+from kvferry.control import flags as kvferry_flags
+from kvferry.control.launch import serve_from_flags
 
 # Makes --help show them.
-absl_flags.adopt_module_key_flags(flags)
+flags.adopt_module_key_flags(kvferry_flags)
 
 _DEFAULT_PORT = 30001
 
 
-def main(argv: Sequence[str]) -> None:
-    """Serves until SIGTERM or SIGINT.
-
-    Args:
-      argv: the command line without its flags.
-
-    Raises:
-      app.UsageError: there are arguments that are not flags.
-    """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    sys.exit(run_server(flags.read_options(flags.Mode.DECODE, _DEFAULT_PORT)))
-
-
 def run() -> None:
-    """Entry point of the console script."""
-    app.run(main)
+    """Serves until SIGTERM or SIGINT; entry point of the console script."""
+    app.run(lambda argv: serve_from_flags(argv, kvferry_flags.Mode.DECODE, _DEFAULT_PORT))
 
 
 if __name__ == "__main__":

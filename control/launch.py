@@ -10,11 +10,11 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
-from absl import logging
+from absl import app, logging
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.connection import KVManager
@@ -24,7 +24,7 @@ from kvferry.control.engines.base import EngineOptions, EngineStartError
 from kvferry.control.engines.ports import claim_port
 from kvferry.control.engines.registry import create_engine
 from kvferry.control.engines.staging import StagingEngine
-from kvferry.control.flags import Mode, ServerOptions
+from kvferry.control.flags import Mode, ServerOptions, read_options
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.prefill import PrefillScheduler
 from kvferry.control.progress import CompileProgress
@@ -77,6 +77,22 @@ class _Pair:
 
     manager: KVManager
     scheduler: PrefillScheduler | DecodeScheduler
+
+
+def serve_from_flags(argv: Sequence[str], default_mode: Mode, default_port: int) -> None:
+    """Serves as the command line says, then exits.
+
+    Args:
+      argv: the command line without its flags.
+      default_mode: the mode when the command line names none.
+      default_port: the HTTP port when the command line names none.
+
+    Raises:
+      app.UsageError: there are arguments that are not flags.
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    sys.exit(run_server(read_options(default_mode, default_port)))
 
 
 def run_server(options: ServerOptions) -> int:

@@ -28,7 +28,6 @@ _MASKED_SCORE = -1e30
 _TINY = 1e-30  # keeps the division of an empty row finite
 _VALUE_SCALE = 0.5  # a power of two: multiplying and dividing by it is exact
 _DECODE_BLOCK_TOKENS = 128
-_DECODE_LANES = 2  # blocks in flight, at least; more sequences than this raise it
 _PREFILL_BLOCK_TOKENS = 256
 _PREFILL_BLOCK_QUERIES = 256
 
@@ -82,10 +81,9 @@ def decode_attention(
     shape = (sequences, kv_heads, q_heads // kv_heads)
     queries = q.astype(jnp.float32).reshape(*shape, head_dim)
     tasks = _DecodeTasks(kv_lens, page_indices, kv_pages.shape[1])
-    lanes = max(_DECODE_LANES, sequences)
 
     def body(i: jax.Array, state: _Softmax) -> _Softmax:
-        owner, page_ids, valid = tasks.take(i * lanes, lanes)
+        owner, page_ids, valid = tasks.take(i * sequences, sequences)
         k, v = _read_kv(kv_pages, page_ids, valid, plan)
         inside = jnp.arange(k.shape[2]) < valid[:, None]
         own_queries = queries.at[owner].get(mode="promise_in_bounds")
@@ -96,7 +94,7 @@ def decode_attention(
         acc = jnp.einsum("nhgt,nhtd->nhgd", weights, v)
         return _fold_by_owner(state, owner, _Softmax(top, weights.sum(-1), acc))
 
-    state = lax.fori_loop(0, -(-tasks.count // lanes), body, _Softmax.start(shape, head_dim))
+    state = lax.fori_loop(0, -(-tasks.count // sequences), body, _Softmax.start(shape, head_dim))
     return state.output().reshape(sequences, q_heads, head_dim)
 
 
@@ -125,34 +123,35 @@ def prefill_attention(
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = kv_pages.shape[2] // 2
-    rows = min(_PREFILL_BLOCK_QUERIES, tokens)
-    # A block of rows may reach beyond its sequence: the surplus is overwritten by the next
-    # sequence, or lands in the extra rows at the end.
-    queries = jnp.pad(
-        q.astype(jnp.float32).reshape(tokens, kv_heads, q_heads // kv_heads, head_dim),
-        ((0, rows), (0, 0), (0, 0), (0, 0)),
-    )
+    rows = _divisor(tokens, _PREFILL_BLOCK_QUERIES)
+    queries = q.astype(jnp.float32).reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
 
     def per_sequence(seq: jax.Array, out: jax.Array) -> jax.Array:
         start, end = cu_q_lens[seq], cu_q_lens[seq + 1]
-        first_position = kv_lens[seq] - (end - start)
+        offset = kv_lens[seq] - end  # from a row to its position in the sequence
 
         def per_block(i: jax.Array, out: jax.Array) -> jax.Array:
-            q_block = lax.dynamic_slice_in_dim(queries, start + i * rows, rows)
+            # Rows of other sequences in the block are computed too, and thrown away.
+            first = i * rows
             block = _attend_rows(
-                q_block,
+                lax.dynamic_slice_in_dim(queries, first, rows),
                 kv_pages,
                 kv_lens[seq],
                 page_indices[seq],
-                first_position + i * rows,
+                first + offset,
                 plan,
             )
-            return lax.dynamic_update_slice_in_dim(out, block, start + i * rows, 0)
+            row = first + jnp.arange(rows)
+            mine = ((row >= start) & (row < end))[:, None, None, None]
+            block = jnp.where(mine, block, lax.dynamic_slice_in_dim(out, first, rows))
+            return lax.dynamic_update_slice_in_dim(out, block, first, 0)
 
-        return lax.fori_loop(0, -(-(end - start) // rows), per_block, out)
+        # A sequence without rows gets no block, wherever it stands.
+        blocks_end = jnp.where(end > start, -(-end // rows), 0)
+        return lax.fori_loop(start // rows, blocks_end, per_block, out)
 
     out = lax.fori_loop(0, num_seqs[0], per_sequence, jnp.zeros_like(queries))
-    return out[:tokens].reshape(tokens, q_heads, head_dim)
+    return out.reshape(tokens, q_heads, head_dim)
 
 
 def _attend_rows(
@@ -163,7 +162,10 @@ def _attend_rows(
     first_position: jax.Array,
     plan: AttentionPlan,
 ) -> jax.Array:
-    """Attends from consecutive positions of one sequence: [rows, kv_heads, group, head_dim]."""
+    """Attends from consecutive positions of one sequence: [rows, kv_heads, group, head_dim].
+
+    Positions may be negative or beyond the end; what comes out for them has no meaning.
+    """
     rows, kv_heads, group, head_dim = q_block.shape
     q_block = q_block.transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, head_dim)
     positions = jnp.tile(first_position + jnp.arange(rows), group)
@@ -226,7 +228,7 @@ def _read_kv(
 
 
 def _fold_by_owner(state: _Softmax, owner: jax.Array, block: _Softmax) -> _Softmax:
-    """Adds blocks [lanes, ...] to the rows [sequences, ...] that own them, several to one."""
+    """Adds blocks [blocks, ...] to the rows [sequences, ...] that own them, several to one."""
     owns = (owner[:, None] == jnp.arange(state.top.shape[0]))[:, :, None, None]
     top = jnp.maximum(state.top, jnp.where(owns, block.top[:, None], _MASKED_SCORE).max(0))
     keep = jnp.exp(state.top - top)
@@ -250,17 +252,22 @@ class _DecodeTasks:
         self._starts = self._ends - blocks
         self.count = self._ends[-1]
 
-    def take(self, first: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns owner [lanes], pages [lanes, block_pages] and valid tokens [lanes]."""
-        index = first + jnp.arange(lanes)
+    def take(self, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns owner [count], pages [count, block_pages] and valid tokens [count]."""
+        index = first + jnp.arange(count)
         owner = (index[:, None] >= self._ends).sum(1)
         owner = jnp.minimum(owner, self._kv_lens.shape[0] - 1)
-        # A lane behind the end of the list reads block 0 of the last sequence, all masked.
+        # A place behind the end of the list reads block 0 of the last sequence, all masked.
         block = jnp.where(index < self.count, index - self._starts[owner], 0)
         valid = jnp.where(index < self.count, self._kv_lens[owner] - block * self._block_tokens, 0)
         columns = block[:, None] * self._block_pages + jnp.arange(self._block_pages)
         page_ids = self._page_indices.at[owner[:, None], columns].get(mode="promise_in_bounds")
         return owner, page_ids, valid
+
+
+def _divisor(value: int, limit: int) -> int:
+    """Returns the largest divisor of a number that is not above a limit."""
+    return max(size for size in range(1, min(value, limit) + 1) if value % size == 0)
 
 
 def _block_pages(block_tokens: int, page_size: int, max_pages: int) -> int:

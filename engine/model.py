@@ -220,15 +220,17 @@ def _row_parallel(
 
 
 def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin, each [tokens, 1, head_dim / 2], float32."""
+    """Returns cos [tokens, 1, 1, head_dim / 2] and signed sin [tokens, 1, 2, head_dim / 2]."""
     frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    angles = positions.astype(jnp.float32)[:, None, None, None] * frequencies
+    sin = jnp.sin(angles) * factor
+    return jnp.cos(angles) * factor, jnp.concatenate([-sin, sin], axis=2)
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates pairs (i, i + head_dim / 2) of [tokens, heads, head_dim], in float32."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    cos, signed_sin = rotation
+    halves = x.astype(jnp.float32).reshape(*x.shape[:2], 2, -1)
+    # Swapping the halves by a reversal keeps this one loop that XLA's CPU backend vectorises.
+    rotated = halves * cos + halves[:, :, ::-1] * signed_sin
+    return rotated.reshape(x.shape).astype(x.dtype)

@@ -3,18 +3,21 @@
 
 libtpu's compiler runs on any x86-64 Linux machine. What it says about a compiled program (how many
 launches, how many temporary bytes, which outputs alias inputs, which copies it had to add) decides
-whether a copy really happens in place. Run it in a process of its own, with the environment of
-`ENVIRONMENT`: libtpu reads it once.
+whether a copy really happens in place. libtpu reads its settings once, so `compile_cases` compiles
+in a process of its own, which is this module run as a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,13 +29,17 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvferry.kernels import copy_to_host, multi_layer_copy
+from kvferry.kernels.chunks import Chunks
+from kvferry.kernels.multi_layer_copy import kernel
 
-# Keeps libtpu from asking a cloud's metadata server which machine this is.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "JAX_PLATFORMS": "cpu",
-}
+# The first two keep libtpu from asking a cloud's metadata server which machine this is.
+_ENVIRONMENT = (
+    "TPU_SKIP_MDS_QUERY=1",
+    "TPU_WORKER_HOSTNAMES=localhost",
+    "JAX_PLATFORMS=cpu",
+    # There is no chip to fight for: several may compile at once.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD=1",
+)
 
 CHIPS = {
     "v4": "v4:2x2x1",
@@ -45,6 +52,9 @@ CHIPS = {
 # A copy of less than this is one of the chunk list, not of an array.
 _SCALAR_BYTES = 64 * 1024
 
+# Pages of the source in one of the destination's, when re-paging.
+_REPAGE_FACTOR = 4
+
 _HLO_ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
 
 
@@ -53,8 +63,9 @@ class Case:
     """One program to compile.
 
     Attributes:
-      kernel: "scatter", "gather", "paged" (multi_layer_copy three ways), "fresh_gather"
-        (gather_pages), "to_host" (gather_to_host), "to_device" or "whole" (copy_to_host).
+      kernel: "scatter", "gather", "paged", "repage" (multi_layer_copy in four ways),
+        "fresh_gather" (gather_pages), "to_host" (gather_to_host), "to_device" or "whole"
+        (copy_to_host); "unchecked" is a scatter by the kernel alone, whatever the layout.
       page: shape of one page.
       dtype: its name.
       layers: number of layers.
@@ -150,8 +161,10 @@ class _Builder:
         self._host = NamedSharding(self.mesh, self.spec, memory_kind="pinned_host")
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
 
-    def _layers(self, pages: int, sharding: NamedSharding) -> list[jax.ShapeDtypeStruct]:
-        shape = (pages, *self._case.page)
+    def _layers(
+        self, pages: int, sharding: NamedSharding, page: tuple[int, ...] | None = None
+    ) -> list[jax.ShapeDtypeStruct]:
+        shape = (pages, *(page or self._case.page))
         spec = jax.ShapeDtypeStruct(shape, jnp.dtype(self._case.dtype), sharding=sharding)
         return [spec] * self._case.layers
 
@@ -160,12 +173,15 @@ class _Builder:
         case, host, device = self._case, self._host, self._device
         pool, some = self._layers(case.pool_pages, device), self._layers(case.chunk_pages, device)
         slot = self._layers(case.chunk_pages, host)
+        rows = _REPAGE_FACTOR * case.page[0]
+        large = self._layers(case.pool_pages, device, (rows, *case.page[1:]))
         both: dict[str, Any] = {"mesh": self.mesh, "implementation": case.implementation}
         one: dict[str, Any] = {**both, "sharding_spec": self.spec}
         copy = functools.partial(
             multi_layer_copy.multi_layer_copy,
             src_sharding_spec=self.spec,
             dest_sharding_spec=self.spec,
+            repage=case.kernel == "repage",
             **both,
         )
 
@@ -188,6 +204,9 @@ class _Builder:
         def run_to_device(src: Any, dest: Any, ids: Any, count: Any) -> Any:
             return copy_to_host.copy_to_device(src, dest, ids, count, **one)
 
+        def run_unchecked(src: Any, dest: Any, ids: Any, count: Any) -> Any:
+            return kernel.copy_layers(src, dest, Chunks(ids, ids, ids, count))
+
         def run_whole(src: Any, dest: Any, ids: Any, count: Any) -> Any:
             return [copy_to_host.copy_to_host(src[0], dest[0], self.mesh, self.spec)]
 
@@ -195,6 +214,8 @@ class _Builder:
             "scatter": (run_list, some, pool, device),
             "gather": (run_list, pool, some, device),
             "paged": (run_list, pool, pool, device),
+            "unchecked": (run_unchecked, some, pool, device),
+            "repage": (run_list, some, large, device),
             "fresh_gather": (run_gather, pool, None, device),
             "to_host": (run_to_host, pool, slot, host),
             "to_device": (run_to_device, slot, pool, device),
@@ -229,7 +250,7 @@ def compile_case(case: Case, chip: str) -> Figures:
     seconds = time.monotonic() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     shards = 1 if case.head_axis is None else 4
-    pages = case.pool_pages if case.kernel in _POOL_IS_DEST else case.chunk_pages
+    pages = case.pool_pages * _POOL_IS_DEST.get(case.kernel, 0) or case.chunk_pages
     layers = 1 if case.kernel == "whole" else case.layers
     page_bytes = math.prod(case.page) * jnp.dtype(case.dtype).itemsize
     return Figures(
@@ -242,7 +263,54 @@ def compile_case(case: Case, chip: str) -> Figures:
     )
 
 
-_POOL_IS_DEST = ("scatter", "paged", "to_device", "whole")
+# Destinations that are pools, and pages of `Case.page` in each of their pages.
+_POOL_IS_DEST = {
+    "scatter": 1,
+    "paged": 1,
+    "unchecked": 1,
+    "to_device": 1,
+    "whole": 1,
+    "repage": _REPAGE_FACTOR,
+}
+
+
+def compile_cases(requests: Sequence[tuple[str, Case]]) -> Iterator[Figures | str]:
+    """Compiles cases in a process of its own.
+
+    Args:
+      requests: pairs of a key of `CHIPS` and what to compile for it.
+
+    Yields:
+      In the order of the requests, the figures of each, or why it could not be compiled.
+
+    Raises:
+      RuntimeError: libtpu is not installed, or the process ended early.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise RuntimeError("The TPU compiler is missing: pip install libtpu (Linux, x86-64).")
+    lines = [json.dumps([chip, dataclasses.asdict(case)]) + "\n" for chip, case in requests]
+    command = ["env", *_ENVIRONMENT, sys.executable, "-m", "kvferry.kernels.aot"]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as todo,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as noise,
+    ):
+        todo.writelines(lines)
+        todo.seek(0)
+        with subprocess.Popen(
+            command, stdin=todo, stdout=subprocess.PIPE, stderr=noise, text=True
+        ) as process:
+            assert process.stdout is not None
+            answered = 0
+            for line in process.stdout:
+                answered += 1
+                answer = json.loads(line)
+                yield answer["error"] if "error" in answer else Figures(**answer)
+        if answered < len(lines):
+            noise.seek(0)
+            raise RuntimeError(
+                f"The compiler ended with code {process.returncode} after {answered} of "
+                f"{len(lines)} cases:\n{noise.read()[-2000:]}"
+            )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -259,7 +327,7 @@ def main(argv: Sequence[str]) -> None:
         case = Case(**{**fields, "page": tuple(fields["page"])})
         try:
             answer = dataclasses.asdict(compile_case(case, chip))
-        except (NotImplementedError, RuntimeError) as error:
+        except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -20,6 +21,12 @@ Form = Literal["fastest", "page_loop"]
 def normalise_interpret(interpret: Interpret) -> Interpret:
     """Maps True to the TPU simulator: the generic interpreter cannot do chunks of dynamic size."""
     return pltpu.InterpretParams() if interpret is True else interpret
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    """Logs a message the first time that it is given."""
+    logging.warning("%s", message)
 
 
 def choose(
@@ -67,13 +74,7 @@ def choose(
         return "mosaic_tpu"
     if implementation == "mosaic_tpu":
         raise NotImplementedError(f"{kernel}: {layout_problem}.")
-    logging.log_first_n(
-        logging.WARNING,
-        "%s: moving pages one by one with XLA, because %s.",
-        1,
-        kernel,
-        layout_problem,
-    )
+    _warn_once(f"{kernel}: moving pages one by one with XLA, because {layout_problem}.")
     return "xla"
 
 
@@ -101,11 +102,9 @@ def move_bits(platform: str, dtypes: Sequence[np.dtype]) -> bool:
     slow = sorted({str(x) for x in dtypes if is_emulated_float(x)})
     if platform != "cpu" or not slow:
         return False
-    logging.log_first_n(
-        logging.WARNING,
-        "On CPU, writing into a pool of dtype %s makes XLA copy the whole pool at every call. Hold "
-        "the pool's bits as unsigned integers of the same width and bitcast after reading.",
-        1,
-        ", ".join(slow),
+    _warn_once(
+        f"On CPU, writing into a pool of dtype {', '.join(slow)} makes XLA copy the whole pool at "
+        "every call. Hold the pool's bits as unsigned integers of the same width and bitcast after "
+        "reading."
     )
     return True

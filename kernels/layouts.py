@@ -135,9 +135,18 @@ def view_problem(shape: Sequence[int], view: Sequence[int], dtype: np.dtype) -> 
     """
     if tuple(shape) == tuple(view) or len(shape) > 3:
         return None
-    if view[1] % SUBLANES == 0 and moves_in_place(view, dtype):
+    tile = _tile_rows(shape[1], dtype)
+    if view[1] % tile == 0 and _tile_rows(view[1], dtype) == tile:
         return None
     return (
         f"pages of {np.dtype(dtype)}{list(shape[1:])} (per device) cannot be cut into pages of "
-        f"{list(view[1:])} in place on TPU; the smaller page needs a multiple of {SUBLANES} rows"
+        f"{list(view[1:])} in place on TPU; the smaller page needs a multiple of {tile} rows"
     )
+
+
+def _tile_rows(rows: int, dtype: np.dtype) -> int:
+    """Returns how many rows XLA puts into one tile: 8, or 32 of 8 bits when they fill it."""
+    packed = SUBLANES * _rows_per_word(dtype)
+    if packed == 4 * SUBLANES and rows % packed == 0:
+        return packed
+    return min(rows, SUBLANES)

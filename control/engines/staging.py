@@ -7,6 +7,7 @@ server takes to pull. The slots are allocated at the start; when all are on loan
 and the caller waits for a release, as it does for any other back-pressure.
 """
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -82,12 +83,11 @@ class StagingEngine(TransferEngine):
         slot = pool.try_lease()
         if slot is None:
             raise EngineBusyError(f"all {pool.num_slots} host slots of this size are on loan")
-        slot.update(_stage(arrays, slot.arrays))
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(slot.release)
+            slot.update(_stage(arrays, slot.arrays))
             self._engine.publish(key, slot.arrays, deadline_seconds)
-        except BaseException:
-            slot.release()
-            raise
+            undo.pop_all()
         with self._lock:
             self._slots[key] = slot
 

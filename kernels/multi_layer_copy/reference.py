@@ -5,9 +5,10 @@ Three forms of the same copy differ by an order of magnitude on CPU, so the form
 from the shapes, and where the shapes do not decide, from the chunk list itself, at run time:
 
 * scatter form: one `scatter` with a destination page per source page. In place and as fast as a
-  memcpy, but every source page can go to one place only, and each costs a little even when unused.
+  memcpy, but every source page can go to one place only, and each costs some nanoseconds even when
+  it goes nowhere.
 * gather form: one `gather` with a source page per destination page, rows that no chunk writes
-  keep their value. In place; costs a copy of the whole destination.
+  keep their value. In place; costs a copy of the whole destination, and is slow for short rows.
 * page loop: one `dynamic_update_slice` per page. Takes anything, and is half as fast.
 
 On TPU only the page loop leaves every pool in place, whatever its layout; the others make XLA copy
@@ -27,12 +28,16 @@ from kvferry.kernels.dispatch import Form, is_emulated_float
 # A page id that every pool drops: beyond the end of any array that int32 offsets can address.
 _NOWHERE = 2**31 - 1
 
-# The scatter form visits every source page; below this share of used ones the page loop is faster.
-_MIN_SHARE_FOR_SCATTER = 4
+# The scatter form visits every source page; with fewer than one used in this many, the page loop
+# is faster.
+_MIN_SHARE_FOR_SCATTER = 64
 
 # The gather form rewrites the destination; allowed when the chunk list is at least this share of
 # it, as when the list names a page for (nearly) every destination page.
 _MIN_SHARE_FOR_GATHER = 2
+
+# XLA's gather moves rows of fewer values than this, of fewer than 4 bytes each, at half the speed.
+_WIDE_ROW = 128
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
@@ -102,12 +107,18 @@ def _page_loop(src: jax.Array, dest: jax.Array, chunks: Chunks, sizes: jax.Array
     return jax.lax.fori_loop(0, chunks.num_chunks[0], copy_chunk, dest)
 
 
+def _has_wide_rows(array: jax.Array) -> bool:
+    """Says whether XLA's gather moves pages of this array at full speed on CPU."""
+    return array.dtype.itemsize >= 4 or (array.ndim > 1 and array.shape[-1] >= _WIDE_ROW)
+
+
 def _copy_group(
     src: list[jax.Array], dest: list[jax.Array], chunks: Chunks, sizes: jax.Array
 ) -> list[jax.Array]:
     """Copies layers whose sources, and whose destinations, have equally many pages."""
     src_pages, dest_pages = src[0].shape[0], dest[0].shape[0]
-    if dest_pages <= min(src_pages, _MIN_SHARE_FOR_GATHER * sizes.shape[0]):
+    gathers = dest_pages <= min(src_pages, _MIN_SHARE_FOR_GATHER * sizes.shape[0])
+    if gathers and all(_has_wide_rows(array) for array in src):
         src_page_of, _ = _page_map(chunks.dest_offsets, chunks.src_offsets, sizes, dest_pages)
         return [_gather_form(s, d, src_page_of) for s, d in zip(src, dest, strict=True)]
     dest_page_of, cover = _page_map(chunks.src_offsets, chunks.dest_offsets, sizes, src_pages)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import logging as absl_logging
 from jax.experimental.pallas import tpu as pltpu
 
 from kvferry.kernels import dispatch, sharding
@@ -62,8 +61,7 @@ def test_bits(platform: str, dtypes: list[str], expected: bool) -> None:
 
 
 def test_slow_dtype_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """In a process that has not been told yet."""
-    absl_logging._log_counter_per_token.clear()
+    dispatch._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="absl"):
         for _ in range(3):
             scatter_pages([jnp.ones((1, 4), jnp.bfloat16)], [jnp.ones((3, 4), jnp.bfloat16)], [2])

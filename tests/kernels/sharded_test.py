@@ -59,9 +59,11 @@ def test_every_spec(spec: P, kind: AxisType) -> None:
 def test_every_device_runs_the_kernel(params: pltpu.InterpretParams) -> None:
     mesh, spec = _mesh(2, 1), P(None, None, "x")
     src, dest = oracle.layers(5, _PAGE, 2), oracle.layers(9, _PAGE, 2, seed=1)
-    arrays = {"src_array": _put(src, mesh, spec), "dest_array": _put(dest, mesh, spec)}
+    sources, dests = _put(src, mesh, spec), _put(dest, mesh, spec)
     with watched(params):
-        results = multi_layer_copy(**arrays, **oracle.split(_RUNS), interpret=params)
+        results = multi_layer_copy(
+            src_array=sources, dest_array=dests, **oracle.split(_RUNS), interpret=params
+        )
         jax.block_until_ready(results)
     oracle.assert_equal(results, oracle.copied(src, dest, _RUNS))
 
