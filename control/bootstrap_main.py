@@ -19,7 +19,12 @@ from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.security import InsecureBindError, PortInUseError
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Numeric address to listen on.")
-_PORT = flags.DEFINE_integer("bootstrap_port", 8998, "Port to listen on.", lower_bound=1)
+# How soon a supervisor learns that the server's thread has ended.
+_WATCH_SECONDS = 1.0
+
+_PORT = flags.DEFINE_integer(
+    "bootstrap_port", 8998, "Port to listen on.", lower_bound=1, upper_bound=65535
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -43,8 +48,13 @@ def main(argv: Sequence[str]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     logging.info("bootstrap server ready on %s:%d", _HOST.value, _PORT.value)
-    stopping.wait()
+    while server.failure is None and not stopping.wait(_WATCH_SECONDS):
+        pass
+    failure = server.failure
     server.stop()
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def run() -> None:

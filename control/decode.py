@@ -20,6 +20,7 @@ from typing import Any
 from kvferry.control.connection import KVManager, KVReceiver
 from kvferry.control.handover_stats import HandoverStats
 from kvferry.control.kv_poll import KVPoll
+from kvferry.control.prompt_digest import PROMPT_DIGEST, prompt_digest
 from kvferry.engine.request import FinishReason, SampledToken, TokenLogprob
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence
@@ -47,6 +48,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._manager: KVManager | None = None
         self._default_bootstrap_port = 0
+        self._steps_seen = 0
         self._legs: dict[int, _Leg] = {}
         self.handovers = HandoverStats()
 
@@ -78,20 +80,37 @@ class DecodeScheduler(Scheduler):
 
     def poll(self) -> float | None:
         """Reserves for those whose turn it is, and takes in what has arrived."""
+        blocked = False
         for leg in list(self._legs.values()):
-            self._advance(leg)
+            # Once the oldest that waits finds no room, nobody behind it may take what it waits for.
+            self._advance(leg, may_admit=not blocked)
+            waits = leg.stage is _Stage.PREALLOCATE and not leg.seq.finished
+            blocked = blocked or waits
+        self._report_progress()
         return super().poll()
 
-    def _advance(self, leg: _Leg) -> None:
+    def _report_progress(self) -> None:
+        """A step brings those that run nearer to their end, and so those that wait for them."""
+        if self.num_steps > self._steps_seen:
+            self._steps_seen = self.num_steps
+            for leg in self._legs.values():
+                if leg.stage is _Stage.PREALLOCATE:
+                    leg.receiver.mark_progress()
+
+    def _advance(self, leg: _Leg, may_admit: bool) -> None:
         if leg.receiver.poll() is KVPoll.Failed:
             failure = leg.receiver.failure
             assert failure is not None
             self.abort_sequence(leg.seq, failure.reason, failure.status)
         elif leg.stage is _Stage.PREALLOCATE:
-            if self.admit(leg.seq):
+            if may_admit and self.admit(leg.seq):
                 leg.seq.mark("reserved", self.now())
                 leg.stage = _Stage.TRANSFER
-                leg.receiver.request(leg.seq.pages, prompt_tokens=leg.seq.prompt_len)
+                leg.receiver.request(
+                    leg.seq.pages,
+                    prompt_tokens=leg.seq.prompt_len,
+                    extra={PROMPT_DIGEST: prompt_digest(leg.seq.request.prompt_ids)},
+                )
         elif leg.receiver.commit() and leg.receiver.poll() is KVPoll.Success:
             self._join(leg)
 
@@ -116,9 +135,6 @@ class DecodeScheduler(Scheduler):
         super().on_abort(seq, reason)
 
     def on_release(self, seq: Sequence) -> None:
-        """Forgets the leg; its pages become free, which is progress for all that wait for some."""
+        """Forgets the leg."""
         self._legs.pop(seq.ticket, None)
-        for leg in self._legs.values():
-            if leg.stage is _Stage.PREALLOCATE:
-                leg.receiver.mark_progress()
         super().on_release(seq)

@@ -11,6 +11,8 @@ import os
 
 from absl import flags
 
+_MAX_PORT = 65535
+
 
 class Mode(enum.Enum):
     """What a server does: both halves, only prefill, or only decode."""
@@ -37,7 +39,11 @@ _HOST = flags.DEFINE_string(
     " a peer cannot connect to 0.0.0.0.",
 )
 _PORT = flags.DEFINE_integer(
-    "port", None, "HTTP port; default 30000 for prefill_main, 30001 for decode_main.", lower_bound=1
+    "port",
+    None,
+    "HTTP port; default 30000 for prefill_main, 30001 for decode_main.",
+    lower_bound=1,
+    upper_bound=_MAX_PORT,
 )
 _MODE = flags.DEFINE_enum_class(
     "disaggregation_mode",
@@ -58,14 +64,21 @@ _BOOTSTRAP_PORT = flags.DEFINE_integer(
     8998,
     "Port of the bootstrap server. decode: used when a request names no port.",
     lower_bound=1,
+    upper_bound=_MAX_PORT,
 )
 _SIDE_CHANNEL_PORT = flags.DEFINE_integer(
-    "side_channel_port", 9600, "prefill: ZMQ port for requests, hand-over notices and aborts."
+    "side_channel_port",
+    9600,
+    "prefill: ZMQ port for requests, hand-over notices and aborts; 0: any free one.",
+    lower_bound=0,
+    upper_bound=_MAX_PORT,
 )
 _KV_TRANSFER_PORT = flags.DEFINE_integer(
     "kv_transfer_port",
     None,
     "Port of the transfer engine; 0: any free one. Default: 9100 for prefill, 0 for decode.",
+    lower_bound=0,
+    upper_bound=_MAX_PORT,
 )
 _KV_TRANSFER_CHANNELS = flags.DEFINE_integer(
     "kv_transfer_channels",
@@ -75,7 +88,10 @@ _KV_TRANSFER_CHANNELS = flags.DEFINE_integer(
     upper_bound=64,
 )
 _TRANSFER_ENGINE = flags.DEFINE_string(
-    "transfer_engine", "jax", "How KV pages travel; see docs/architecture.md for the names."
+    "transfer_engine",
+    "jax",
+    "How KV pages travel: jax (jax.experimental.transfer), tcp (plain streams), or the name under"
+    " which an installed package has registered another (control/engines/base.py).",
 )
 _TRANSFER_CHUNK_BYTES = flags.DEFINE_integer(
     "transfer_chunk_bytes",
@@ -89,13 +105,15 @@ _MAX_PARALLEL_COPIES = flags.DEFINE_integer(
 _ENABLE_D2H_STAGING = flags.DEFINE_bool(
     "enable_d2h_staging",
     False,
-    "prefill: copy pages into a pre-allocated pinned-host slot before they travel, which frees"
-    " device memory early.",
+    "prefill: copy pages into pre-allocated pinned-host slots before they travel, which frees"
+    " device memory early. Pages then travel in pieces of at most 32; there are four slots of each"
+    " size.",
 )
 _PULL_TIMEOUT_SECONDS = flags.DEFINE_float(
     "pull_timeout_seconds",
     30.0,
-    "A hand-over fails after this long without progress.",
+    "A pull of KV pages fails after this long, and a hand-over after twice this long (at least"
+    " 60 s) without any progress.",
     lower_bound=0.1,
 )
 _PEER_TIMEOUT_SECONDS = flags.DEFINE_float(

@@ -28,12 +28,13 @@ from kvferry.control.flags import Mode, ServerOptions, read_options
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.prefill import PrefillScheduler
 from kvferry.control.progress import CompileProgress
-from kvferry.control.security import InsecureBindError, PortInUseError
+from kvferry.control.security import PortInUseError, check_bind
 from kvferry.control.zmq_connection import ControlOptions, create_manager
 from kvferry.engine.attention_plan import Family
 from kvferry.engine.errors import ModelError
 from kvferry.engine.kv_pool import CopyKind
 from kvferry.engine.loader import LoadedModel, load_model
+from kvferry.engine.request import BootstrapInfo
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.runner_options import RunnerOptions
 from kvferry.engine.scheduler import Scheduler
@@ -43,7 +44,8 @@ from kvferry.server.app import create_app
 from kvferry.server.interfaces import ServiceOptions
 from kvferry.server.metrics import MetricSample
 from kvferry.server.service import Service, ServiceHooks
-from kvferry.server.serving import ListenError, listen, serve
+from kvferry.server.serving import listen, serve
+from kvferry.server.starting import StartingAnswers
 
 _DEFAULT_DTYPE = {"cpu": "float32"}
 # What each role steps and copies, so that it compiles nothing else. Decode prefills too: sequences
@@ -58,16 +60,22 @@ _COPIES: Mapping[Mode, tuple[CopyKind, ...]] = {
     Mode.PREFILL: ("gather",),
     Mode.DECODE: ("scatter",),
 }
+# The other half of a request is posted by the router at the same moment; a decode server mentions
+# its room before it queues.
+_ORPHAN_SECONDS = 10.0
+_PROGRESS_SECONDS = 60.0
+# Gathered copies held at a time, and the most that is gathered as one piece: device memory beside
+# the pool.
+_PUBLISHED_BYTES = 1 << 30
+_CHUNK_BYTES = 256 << 20
 # Host slots for staged pages: their largest size, and how many of each size.
 _STAGED_PAGES = 32
 _STAGING_SLOTS = 4
 _START_ERRORS = (
     ModelError,
-    ListenError,
-    PortInUseError,
-    InsecureBindError,
     EngineStartError,
     ValueError,
+    OSError,
 )
 
 
@@ -118,7 +126,11 @@ def run_server(options: ServerOptions) -> int:
 
 
 def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service, socket.socket]:
+    if options.mode is not Mode.NULL:
+        check_bind(options.host, keys=None)
     listener = stack.enter_context(listen(options.host, options.port))
+    answers = StartingAnswers(listener, "loading the model")
+    stack.callback(answers.close)
     _check_ports(options)
     loop = None
     if options.mode is not Mode.NULL:
@@ -137,8 +149,14 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
         Mode.DECODE: DecodeScheduler,
     }[options.mode]
     scheduler = scheduler_class(runner, model.tokenizer, limits)
+    show = CompileProgress()
+
+    def progress(done: int, total: int, label: str) -> None:
+        answers.reason = f"compiling {done}/{total}"
+        show(done, total, label)
+
     runner.warm_up(
-        CompileProgress(),
+        progress,
         families=_FAMILIES[options.mode],
         copies=_COPIES[options.mode],
         on_logits=scheduler.sampler.warm_up,
@@ -152,6 +170,7 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
     stack.callback(scheduler.stop)
     service = _service(options, model, runner, scheduler, pair)
     stack.callback(service.close)
+    answers.close()
     service.set_ready()
     return service, listener
 
@@ -177,9 +196,13 @@ def _load(options: ServerOptions) -> tuple[LoadedModel, ModelRunner]:
     # its settings attributes at run time.
     told = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
     if options.compilation_cache_dir and not told:
-        os.makedirs(options.compilation_cache_dir, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", options.compilation_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        try:
+            os.makedirs(options.compilation_cache_dir, exist_ok=True)
+        except OSError as error:
+            logging.warning("compiled steps are not kept for the next start: %s", error)
+        else:
+            jax.config.update("jax_compilation_cache_dir", options.compilation_cache_dir)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     dtype = options.dtype
     if dtype == "auto":
         dtype = _DEFAULT_DTYPE.get(jax.default_backend(), "bfloat16")
@@ -225,10 +248,11 @@ def _connect(
             parallel_copies=options.max_parallel_copies,
         ),
     )
-    max_chunk_pages = None
-    if options.enable_d2h_staging and isinstance(scheduler, PrefillScheduler):
-        sizes = [size for size in runner.pool.buckets if size <= _STAGED_PAGES]
-        max_chunk_pages = sizes[-1]
+    most = max(1, _CHUNK_BYTES // runner.pool.page_bytes)
+    if options.enable_d2h_staging:
+        most = min(most, _STAGED_PAGES)
+    sizes = [size for size in runner.pool.buckets if size <= most]
+    if options.enable_d2h_staging and options.mode is Mode.PREFILL:
         page_specs = [runner.pool.specs(size) for size in sizes]
         engine = StagingEngine(engine, page_specs, _STAGING_SLOTS)
     control = ControlOptions(
@@ -238,6 +262,10 @@ def _connect(
         bootstrap_port=options.bootstrap_port,
         peer_timeout_seconds=options.peer_timeout_seconds,
         pull_timeout_seconds=options.pull_timeout_seconds,
+        orphan_timeout_seconds=_ORPHAN_SECONDS,
+        # Longer than a pull may take, or a slow link would look like no progress.
+        progress_timeout_seconds=max(_PROGRESS_SECONDS, 2 * options.pull_timeout_seconds),
+        max_published_bytes=_PUBLISHED_BYTES,
     )
     manager = create_manager(
         "prefill" if options.mode is Mode.PREFILL else "decode",
@@ -250,7 +278,7 @@ def _connect(
     )
     manager.start()
     if isinstance(scheduler, PrefillScheduler):
-        scheduler.connect(manager, max_chunk_pages)
+        scheduler.connect(manager, sizes[-1])
     else:
         scheduler.connect(manager, options.bootstrap_port)
     return _Pair(manager, scheduler)
@@ -329,5 +357,15 @@ def _service(
             "control": manager.counters(),
         }
 
-    hooks = ServiceHooks(health_checks=[lambda: manager.failure], collect=collect, state=state)
+    def refused(bootstrap: BootstrapInfo, reason: str) -> None:
+        with contextlib.suppress(ValueError):  # the room is open already: its owner will end it
+            if options.mode is Mode.PREFILL:
+                manager.open_sender(bootstrap.room).abort(reason)
+            else:
+                port = bootstrap.port or options.bootstrap_port
+                manager.open_receiver(bootstrap.host, port, bootstrap.room).abort(reason)
+
+    hooks = ServiceHooks(
+        health_checks=[lambda: manager.failure], collect=collect, refused=refused, state=state
+    )
     return Service(scheduler, model.tokenizer, service_options, hooks)

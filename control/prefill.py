@@ -19,6 +19,7 @@ from kvferry.control.connection import KVManager, KVSender
 from kvferry.control.handover_stats import HandoverStats
 from kvferry.control.kv_poll import KVPoll
 from kvferry.control.messages import KVMetadata
+from kvferry.control.prompt_digest import PROMPT_DIGEST, prompt_digest
 from kvferry.engine.request import FinishReason, Request, SampledToken
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence
@@ -51,7 +52,7 @@ class PrefillScheduler(Scheduler):
         self._manager: KVManager | None = None
         self._max_chunk_pages: int | None = None
         self._legs: dict[int, _Leg] = {}
-        self._progress_seconds = 0.0
+        self._progress_seen = (0, 0)
         self.handovers = HandoverStats()
 
     def connect(self, manager: KVManager, max_chunk_pages: int | None = None) -> None:
@@ -85,21 +86,25 @@ class PrefillScheduler(Scheduler):
 
     def poll(self) -> float | None:
         """Moves every request on whose peer has moved."""
+        blocked = False
         for leg in list(self._legs.values()):
-            self._advance(leg)
+            # Once the oldest finds no room for its pages, nobody behind it may take that room.
+            self._advance(leg, may_send=not blocked)
+            waits = leg.stage is _Stage.HAND_OVER and not leg.seq.finished
+            blocked = blocked or waits
         self._report_progress()
         return super().poll()
 
     def _report_progress(self) -> None:
-        """A computed chunk is progress for its prompt and for all that wait behind it."""
-        computing = [leg for leg in self._legs.values() if leg.stage is _Stage.PREFILL]
-        newest = max((leg.seq.last_progress_seconds for leg in computing), default=0.0)
-        if newest > self._progress_seconds:
-            self._progress_seconds = newest
-            for leg in computing:
-                leg.sender.mark_progress()
+        """A step or a hand-over is progress for all that wait behind it, computed or not."""
+        seen = (self.num_steps, self.handovers.count)
+        if seen != self._progress_seen:
+            self._progress_seen = seen
+            for leg in self._legs.values():
+                if leg.stage in (_Stage.PREFILL, _Stage.HAND_OVER):
+                    leg.sender.mark_progress()
 
-    def _advance(self, leg: _Leg) -> None:
+    def _advance(self, leg: _Leg, may_send: bool) -> None:
         state = leg.sender.poll()
         if state is KVPoll.Failed:
             failure = leg.sender.failure
@@ -108,7 +113,8 @@ class PrefillScheduler(Scheduler):
         elif leg.stage is _Stage.BOOTSTRAP and state >= KVPoll.WaitingForInput:
             self._start_prefill(leg)
         elif leg.stage is _Stage.HAND_OVER:
-            self._hand_over(leg)
+            if may_send:
+                self._hand_over(leg)
         elif leg.stage is _Stage.IN_FLIGHT and state is KVPoll.Success:
             self.handovers.record(leg.sender.timing, leg.seq.marks, self.now())
             self.finish(leg.seq, FinishReason("length"), leg.token)
@@ -121,6 +127,13 @@ class PrefillScheduler(Scheduler):
             message = (
                 f"the decode server counts {wanted.prompt_tokens} prompt tokens, this prefill"
                 f" server {seq.prompt_len}: do both serve the same model and tokenizer?"
+            )
+            self.abort_sequence(seq, message, 500)
+            return
+        if wanted.extra.get(PROMPT_DIGEST) != prompt_digest(seq.request.prompt_ids):
+            message = (
+                f"the decode server has another prompt of {seq.prompt_len} tokens: do both have the"
+                " same tokenizer and chat template, and was the room used once only?"
             )
             self.abort_sequence(seq, message, 500)
             return
@@ -142,7 +155,10 @@ class PrefillScheduler(Scheduler):
         leg.token = token
         leg.stage = _Stage.HAND_OVER
         self.hold(seq)
-        self._hand_over(leg)
+        if not any(
+            other.stage is _Stage.HAND_OVER for other in self._legs.values() if other is not leg
+        ):
+            self._hand_over(leg)
 
     def _hand_over(self, leg: _Leg) -> None:
         seq, token, wanted = leg.seq, leg.token, leg.sender.request

@@ -18,7 +18,7 @@ from absl import logging
 
 from kvferry.control.connection import KVPages, KVSender, PageRequest, TransferFailure
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.engines.base import EngineBusyError, TransferEngine, TransferError
+from kvferry.control.engines.base import TransferEngine, TransferError
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.kv_poll import KVPoll
 from kvferry.control.leg import Leg, Tombstones, check_extra, sendable
@@ -81,9 +81,6 @@ class Sender(Leg, KVSender):
             arrays = self._manager.pages.gather(page_ids)
             try:
                 self._manager.engine.publish(key, arrays, _PUBLISH_SECONDS)
-            except EngineBusyError:
-                self._manager.give_back(num_bytes, refused=True)
-                return False
             except TransferError as error:
                 self._manager.give_back(num_bytes)
                 self._manager.fail(self, TransferFailure(f"cannot publish pages: {error}", 503))
@@ -176,13 +173,17 @@ class PrefillRooms(ZmqManager):
         with self.lock:
             if room in self.senders:
                 raise ValueError(f"room {room} is in use by another request; rooms are for one use")
-            failure = self.late_prefill.take(room) or failure
+            given_up = self.late_prefill.take(room)
+            failure = given_up or failure
+            leg = self.early.pop(room, None)
             if failure is not None:
                 sender.fail_locked(failure)
-                leg = self.early.pop(room, None)
+                if leg is None and given_up is None:
+                    self.late_decode.put(room, failure)
             else:
                 self.senders[room] = sender
-                leg = self.early.pop(room, None)
+                # Posted under the lock, so that "over" cannot be posted before it.
+                self.post_room(room, held=True)
                 if leg is not None:
                     self.join_locked(sender, leg)
         if failure is not None:
@@ -190,7 +191,6 @@ class PrefillRooms(ZmqManager):
             if leg is not None:
                 self.tell_failed(leg, failure)
             return sender
-        self.post_room(room, held=True)
         if sender.request is not None:
             self.on_event()
         return sender
@@ -219,17 +219,16 @@ class PrefillRooms(ZmqManager):
             if sender.machine.state.terminal:
                 return None
             over = self.published_bytes + num_bytes > self.options.max_published_bytes
-            if over and self.published_bytes:
+            if (over and self.published_bytes) or not self.engine.has_room(specs):
                 self._refused_publication = True
                 return None
             self.published_bytes += num_bytes
             return num_bytes
 
-    def give_back(self, num_bytes: int, *, refused: bool = False) -> None:
-        """Undoes `reserve`; `refused` asks for the scheduler to be woken by the next release."""
+    def give_back(self, num_bytes: int) -> None:
+        """Undoes `reserve`."""
         with self.lock:
             self.published_bytes -= num_bytes
-            self._refused_publication = self._refused_publication or refused
 
     def announce_chunk(self, sender: Sender, chunk: KVChunk, num_bytes: int) -> bool:
         """Records a published chunk and tells D.
@@ -272,9 +271,11 @@ class PrefillRooms(ZmqManager):
             if done:
                 sender.machine.advance(KVPoll.Success)
                 self.senders.pop(sender.room, None)
+        self.engine.release(key, delivered=True)
+        with self.lock:
+            # After the release, which may be what somebody was refused for the lack of.
             wake = done or self._refused_publication
             self._refused_publication = False
-        self.engine.release(key, delivered=True)
         self.tally.add("bytes_sent", num_bytes)
         if done:
             self.tally.add("transfers_ok")

@@ -81,7 +81,7 @@ def check_bind(host: str, keys: CurveKeys | None) -> None:
     if keys is None and not parse_address(host).is_loopback:
         raise InsecureBindError(
             f"refusing to listen on {host}: without CURVE keys anyone who can reach the port could"
-            " take part; listen on 127.0.0.1 or ::1, or give keys"
+            " take part; listen on 127.0.0.1 or ::1 (the servers' flags take no keys yet)"
         )
 
 

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvferry.engine.request import Request, RequestOutput
+from kvferry.engine.request import BootstrapInfo, Request, RequestOutput
 from kvferry.engine.sampling_params import SamplingParams
 from kvferry.engine.scheduler import QueueFullError
 from kvferry.server.call import Call, Mailbox
@@ -38,6 +38,10 @@ from kvferry.server.schemas import GenerateBody, Number, OpenAIBody
 HealthCheck = Callable[[], str | None]
 
 
+def _ignore(*unused: object) -> None:
+    """Does nothing."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceHooks:
     """What the rest of the process adds to the server.
@@ -46,12 +50,15 @@ class ServiceHooks:
       health_checks: each returns what is wrong, or None; any complaint makes /health answer 503.
         Called on the event loop: they must only look, not wait.
       collect: returns further metrics, read at every scrape of /metrics.
+      refused: told of each meeting whose request is answered 503 before the scheduler knows of it,
+        and why, so that the other half need not wait for it.
       state: returns further fields of /server_info's `internal_states[0]`, read at every request.
       flush_cache: empties the prefix cache; returns whether it did (not while requests run).
     """
 
     health_checks: Sequence[HealthCheck] = ()
     collect: Callable[[], Iterable[MetricSample]] = tuple
+    refused: Callable[[BootstrapInfo, str], None] = _ignore
     state: Callable[[], Mapping[str, object]] = dict
     flush_cache: Callable[[], bool] | None = None
 
@@ -152,7 +159,11 @@ class Service:
           ApiError: 400 if the engine can never serve one of them; 503 if its queue is full or the
             server is not available.
         """
-        self.require_available()
+        try:
+            self.require_available()
+        except ApiError as error:
+            self._refuse(plans, error)
+            raise
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         tickets: list[int] = []
@@ -177,6 +188,7 @@ class Service:
         except QueueFullError as error:
             refusal = ApiError(str(error), UNAVAILABLE)
             call.fail(refusal)
+            self._refuse(plans[len(tickets) :], refusal)
             raise refusal from error
         self._calls.add(call)
         return call
@@ -249,6 +261,11 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error)) from error
         return request
+
+    def _refuse(self, plans: Sequence[SequencePlan], error: ApiError) -> None:
+        for plan in plans:
+            if plan.bootstrap is not None:
+                self.hooks.refused(plan.bootstrap, error.message)
 
     def _for_role(self, request: Request) -> Request:
         if self.options.role == "prefill":

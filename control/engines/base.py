@@ -40,10 +40,6 @@ class TransferTimeoutError(TransferError, TimeoutError):
     """A transfer did not finish before its deadline."""
 
 
-class EngineBusyError(TransferError):
-    """Nothing more can be published until something is released; try again then."""
-
-
 class EngineStartError(RuntimeError):
     """An engine cannot work on this machine or with these options; the process must not serve."""
 
@@ -157,6 +153,18 @@ class TransferEngine(abc.ABC):
         """Returns versions worth logging when two ends differ, by name."""
         return {}
 
+    def has_room(self, specs: Sequence[Spec]) -> bool:
+        """Tells whether such arrays can be published now, or only after a release.
+
+        Args:
+            specs: Shape and dtype of each array.
+
+        Returns:
+            Whether there is room; it stays until the next `publish`.
+        """
+        del specs
+        return True
+
     @abc.abstractmethod
     def publish(self, key: int, arrays: Sequence[jax.Array], deadline_seconds: float) -> None:
         """Makes arrays available for exactly one pull.
@@ -169,8 +177,7 @@ class TransferEngine(abc.ABC):
         Raises:
             ValueError: If `key` is already published, or an array cannot travel (deleted, not
                 addressable from this process, or not in the default memory layout).
-            EngineBusyError: If there is no room for it until something is released.
-            TransferError: If the engine has failed.
+            TransferError: If the engine has failed, or has no room (see `has_room`).
         """
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from kvferry.control.engines.base import EngineBusyError, Pull, Spec, TransferEngine
+from kvferry.control.engines.base import Pull, Spec, TransferEngine, TransferError
 from kvferry.control.host_kv_pool import HostKVPool, HostSlot
 from kvferry.kernels.copy_to_host import copy_to_host
 
@@ -59,7 +59,7 @@ class StagingEngine(TransferEngine):
             slot = pool.try_lease()
             assert slot is not None
             with slot:
-                slot.update(_stage([_empty(spec) for spec in specs], slot.arrays))
+                _stage([_empty(spec) for spec in specs], slot)
         return self._engine.start()
 
     def settings(self) -> Mapping[str, int | str]:
@@ -70,11 +70,16 @@ class StagingEngine(TransferEngine):
         """See `TransferEngine.versions`."""
         return self._engine.versions()
 
+    def has_room(self, specs: Sequence[Spec]) -> bool:
+        """Whether a slot of this size is free."""
+        pool = self._pools.get(_key(specs))
+        return pool is None or pool.num_free > 0
+
     def publish(self, key: int, arrays: Sequence[jax.Array], deadline_seconds: float) -> None:
         """Stages page arrays and publishes the slot; see `TransferEngine.publish`.
 
         Raises:
-            EngineBusyError: All slots of this size are on loan; try again after a release.
+            TransferError: All slots of this size are on loan; see `has_room`.
         """
         pool = self._pools.get(_key(arrays))
         if pool is None:
@@ -82,10 +87,10 @@ class StagingEngine(TransferEngine):
             return
         slot = pool.try_lease()
         if slot is None:
-            raise EngineBusyError(f"all {pool.num_slots} host slots of this size are on loan")
+            raise TransferError(f"all {pool.num_slots} host slots of this size are on loan")
         with contextlib.ExitStack() as undo:
             undo.callback(slot.release)
-            slot.update(_stage(arrays, slot.arrays))
+            _stage(arrays, slot)
             self._engine.publish(key, slot.arrays, deadline_seconds)
             undo.pop_all()
         with self._lock:
@@ -130,8 +135,14 @@ def _key(arrays: Sequence[jax.Array] | Sequence[Spec]) -> _Key:
     return tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
 
 
-def _stage(arrays: Sequence[jax.Array], slot: Sequence[jax.Array]) -> list[jax.Array]:
-    return [copy_to_host(source, dest) for source, dest in zip(arrays, slot, strict=True)]
+def _stage(arrays: Sequence[jax.Array], slot: HostSlot) -> None:
+    held = slot.arrays
+    try:
+        for layer, source in enumerate(arrays):
+            held[layer] = copy_to_host(source, held[layer])
+    finally:
+        # Each copy donates what it overwrites: the slot stays whole even if a later one fails.
+        slot.update(held)
 
 
 def _on_host(spec: Spec) -> Spec:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvferry.control.engines.base import EngineBusyError, EngineOptions, Spec, TransferError
+from kvferry.control.engines.base import EngineOptions, Spec, TransferError
 from kvferry.control.engines.fake_engine import FakeEngine, FakeNetwork
 from kvferry.control.engines.staging import StagingEngine
 
@@ -58,9 +58,11 @@ def test_no_slot_left_is_back_pressure_until_a_release() -> None:
     staged = Staged()
     for key in (1, 2):
         staged.source.publish(key, _arrays(key), 30.0)
-    with pytest.raises(EngineBusyError, match="all 2 host slots of this size are on loan"):
+    assert not staged.source.has_room(_SPECS)
+    with pytest.raises(TransferError, match="all 2 host slots of this size are on loan"):
         staged.source.publish(3, _arrays(3), 30.0)
     staged.source.release(1, delivered=False)
+    assert staged.source.has_room(_SPECS)
     staged.source.publish(3, _arrays(3), 30.0)
     staged.source.close()
     assert staged.leased == 0

@@ -85,17 +85,20 @@ def test_a_wrong_prefill_address_fails_only_its_request(pair: Stack) -> None:
     assert "127.0.0.1:1" in answer["error"]["message"]
 
 
-def test_different_prompts_for_one_room(pair: Stack) -> None:
+@pytest.mark.parametrize(
+    ("for_decode", "hint"), [([1] * 9, "counts 9 prompt tokens"), ([2] * 5, "another prompt")]
+)
+def test_different_prompts_for_one_room(pair: Stack, for_decode: list[int], hint: str) -> None:
     """The two servers were sent different prompts: both say so instead of mixing them up."""
     meeting = {
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": pair.prefills[0].bootstrap_port,
-        "bootstrap_room": 4711,
+        "bootstrap_room": 4711 + for_decode[0],
     }
-    bodies = [{"input_ids": [1] * n, **meeting} for n in (5, 9)]
+    bodies = [{"input_ids": ids, **meeting} for ids in ([1] * 5, for_decode)]
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         urls = (pair.prefill_urls[0], pair.decode_urls[0])
         answers = list(threads.map(lambda url, body: post(url, "/generate", body), urls, bodies))
     for status, answer in answers:
         assert status == 500
-        assert "prompt tokens" in answer["error"]["message"]
+        assert hint in answer["error"]["message"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import Any
 
+from kvferry.server.service import ServiceHooks
 from kvferry.tests.server.running import Running, serving_script, wait_until
 from kvferry.tests.server.scripted import ScriptedScheduler
 
@@ -55,3 +56,22 @@ def test_a_request_waits_for_no_peer_when_it_is_invalid(decode_side: Running) ->
     answer = decode_side.post("/generate", {"bootstrap_host": "h", "bootstrap_room": 1})
     assert answer.status == 400
     assert "`text` and `input_ids`" in answer.message
+
+
+def test_the_other_half_hears_of_a_refusal() -> None:
+    """What the scheduler never gets to see must not keep the peer waiting."""
+    told: list[tuple[int, str]] = []
+    hooks = ServiceHooks(refused=lambda meeting, reason: told.append((meeting.room, reason)))
+    scheduler = ScriptedScheduler(lambda request: iter([None] * 10**6), max_live=2)
+    with serving_script(scheduler, hooks, role="decode") as running:
+        body = {"text": ["a", "b", "c", "d"], "bootstrap_host": "h", "bootstrap_room": 7}
+        assert running.post("/generate", body).status == 503
+        # Two were submitted: the scheduler ends those.
+        reason = "2 requests are waiting already"
+        assert told == [(9, reason), (10, reason)]
+        told.clear()
+        running.service.set_not_ready("shutting down")
+        assert running.post("/generate", body).status == 503
+        assert [room for room, _ in told] == [7, 8, 9, 10]
+        assert "shutting down" in told[0][1]
+        running.service.set_ready()
