@@ -69,6 +69,7 @@ lint: $(VENV)/.test .cache/src/kvferry ## ruff and mypy
 
 bench: $(VENV)/.test .venv-torch/.ready ## the speed table of the README, beside transformers on torch
 	@$(BIN)/python -m kvferry.bench.engine_bench --torch_python=.venv-torch/bin/python $(ARGS)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m kvferry.bench.pair_bench
 
 kernels-report: $(VENV)/.test ## what the copy kernels move, in bytes and GB/s
 	@$(BIN)/python -m kvferry.kernels.report $(ARGS)

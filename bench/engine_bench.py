@@ -4,16 +4,18 @@
 * "floor": what the step's weight matrix products alone cost, in one jit, in the same process,
   one repetition after each repetition of the step.
 * transformers with torch in float32 and bfloat16, if `--torch_python` names an interpreter that
-  has them: same file, same threads, a process of its own, right afterwards.
+  has them: same file, same threads, a process of its own, each case right after ours.
 
 A step is timed from the Python call to the token ids: inputs built, dispatched, computed, logits
-read and argmax taken.
+read and argmax taken. Beside the wall time stands the CPU time of all threads, which means
+something even when others use the machine.
 
     python -m kvferry.bench.engine_bench --torch_python=/path/to/python
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,7 +24,7 @@ import pathlib
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,26 +38,59 @@ _TORCH_PYTHON = flags.DEFINE_string(
 )
 _JSON = flags.DEFINE_string("json", None, "File to write the numbers to.")
 
-PREFILL_TOKENS = (512,)
-DECODE_CASES = ((1, 128), (1, 512), (8, 128), (8, 512))
 _TORCH_DTYPES = ("float32", "bfloat16")
 
+TorchStep = Callable[["Case"], "Seconds"]
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step: `batch` sequences get `tokens` new tokens each, after `context` old ones."""
+
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """What to call it in the table."""
+        if not self.context:
+            return f"prefill {self.tokens}"
+        return f"decode, batch {self.batch}, context {self.context + 1}"
+
+
+CASES = (
+    Case(1, 512, 0),
+    Case(1, 1, 127),
+    Case(1, 1, 511),
+    Case(8, 1, 127),
+    Case(8, 1, 511),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Median seconds: wall clock, and CPU of all threads."""
+
+    wall: float
+    cpu: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
-    """Seconds of one case.
+    """What one case costs.
 
     Attributes:
-        name: The case.
+        case: The case.
         step: Our step.
         floor: Its matrix products alone.
         torch: transformers, by dtype.
     """
 
-    name: str
-    step: float
-    floor: float
-    torch: dict[str, float] = dataclasses.field(default_factory=dict)
+    case: Case
+    step: Seconds
+    floor: Seconds
+    torch: dict[str, Seconds]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -74,70 +109,78 @@ def main(argv: Sequence[str]) -> None:
     from kvferry.demo.model import default_model_path
 
     path = pathlib.Path(_MODEL_PATH.value) if _MODEL_PATH.value else default_model_path()
-    rows = measure(path, _REPEATS.value)
-    if _TORCH_PYTHON.value:
-        for dtype in _TORCH_DTYPES:
-            seconds = measure_torch(_TORCH_PYTHON.value, path, dtype)
-            for row in rows:
-                row.torch[dtype] = seconds[row.name]
+    with contextlib.ExitStack() as stack:
+        torch = {
+            dtype: stack.enter_context(torch_process(_TORCH_PYTHON.value, path, dtype))
+            for dtype in _TORCH_DTYPES
+            if _TORCH_PYTHON.value
+        }
+        bench = EngineBench(path, _REPEATS.value)
+        # The others are done loading when they answer; nothing runs beside what is measured.
+        for run in torch.values():
+            run(CASES[1])
+        rows = [bench.measure(case, torch) for case in CASES]
     print(table(rows))
     if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(
-            json.dumps([dataclasses.asdict(row) for row in rows], indent=1), encoding="utf-8"
+        text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+        pathlib.Path(_JSON.value).write_text(text, encoding="utf-8")
+
+
+class EngineBench:
+    """The engine with a model loaded."""
+
+    def __init__(self, path: pathlib.Path, repeats: int) -> None:
+        """Loads the model in float32.
+
+        Args:
+            path: The model.
+            repeats: Repetitions of each measurement.
+        """
+        from kvferry.engine.loader import load_model
+        from kvferry.engine.runner import ModelRunner
+        from kvferry.engine.runner_options import RunnerOptions
+
+        model = load_model(path, np.float32)
+        self._repeats = repeats
+        self._params = model.params
+        self._vocab_size = model.config.vocab_size
+        self._rng = np.random.default_rng(0)
+        # Every case runs in shapes that fit it, as it would on a warm server.
+        self._runner = ModelRunner(model, RunnerOptions(max_running_requests=8, num_pages=1024))
+
+    def measure(self, case: Case, torch: dict[str, TorchStep]) -> Row:
+        """Measures one case.
+
+        Args:
+            case: The case.
+            torch: What to measure beside it, by name.
+
+        Returns:
+            All medians.
+        """
+        from kvferry.engine.step_inputs import Chunk
+
+        total = case.context + case.tokens
+        pages = -(-total // self._runner.pool.page_size)
+        tables = [range(i * pages, (i + 1) * pages) for i in range(case.batch)]
+        if case.context:
+            # Keys and values that a model computed, not zeros.
+            for table_ in tables:
+                self._step([Chunk(self._draw(case.context), 0, table_)])
+        chunks = [Chunk(self._draw(case.tokens), case.context, table_) for table_ in tables]
+        logit_rows = case.batch if case.context else self._runner.sizes.prefill_sequences
+        step, floor = medians(
+            functools.partial(self._step, chunks),
+            matrix_products(self._params, case.batch * case.tokens, logit_rows),
+            self._repeats,
         )
+        return Row(case, step, floor, {name: run(case) for name, run in torch.items()})
 
+    def _draw(self, tokens: int) -> list[int]:
+        return [int(i) for i in self._rng.integers(0, self._vocab_size, tokens)]
 
-def measure(path: pathlib.Path, repeats: int) -> list[Row]:
-    """Times our steps and their floors.
-
-    Args:
-        path: The model.
-        repeats: Repetitions of each.
-
-    Returns:
-        One row per case.
-    """
-    import jax
-
-    from kvferry.engine.loader import load_model
-    from kvferry.engine.runner import ModelRunner
-    from kvferry.engine.runner_options import RunnerOptions
-    from kvferry.engine.step_inputs import Chunk
-
-    model = load_model(path, np.float32)
-    runner = ModelRunner(model, RunnerOptions(max_running_requests=8, num_pages=1024))
-    params = jax.device_put(model.params)
-    rng = np.random.default_rng(0)
-
-    def draw(tokens: int) -> list[int]:
-        return [int(i) for i in rng.integers(0, model.config.vocab_size, tokens)]
-
-    def pages(i: int, tokens: int) -> range:
-        count = -(-tokens // runner.pool.page_size)
-        return range(i * count, (i + 1) * count)
-
-    def step(chunks: list[Chunk]) -> Any:
-        return np.asarray(runner.run(chunks).logits)[: len(chunks)].argmax(-1)
-
-    cases = {f"prefill {n}": [Chunk(draw(n), 0, pages(0, n))] for n in PREFILL_TOKENS}
-    rows = []
-    for name, chunks in cases.items():
-        tokens = len(chunks[0].token_ids)
-        products = matrix_products(params, tokens, runner.sizes.prefill_sequences)
-        rows.append(Row(name, *medians(functools.partial(step, chunks), products, repeats)))
-    for batch, context in DECODE_CASES:
-        # A real context: keys and values that a model computed, not zeros.
-        for i in range(batch):
-            step([Chunk(draw(context - 1), 0, pages(i, context))])
-        chunks = [Chunk(draw(1), context - 1, pages(i, context)) for i in range(batch)]
-        products = matrix_products(params, batch, batch)
-        rows.append(
-            Row(
-                f"decode {batch} at {context}",
-                *medians(functools.partial(step, chunks), products, repeats),
-            )
-        )
-    return rows
+    def _step(self, chunks: list[Any]) -> Any:
+        return np.asarray(self._runner.run(chunks).logits)[: len(chunks)].argmax(-1)
 
 
 def matrix_products(params: Any, tokens: int, logit_rows: int) -> Callable[[], Any]:
@@ -154,8 +197,8 @@ def matrix_products(params: Any, tokens: int, logit_rows: int) -> Callable[[], A
     import jax
     from jax import lax
 
-    hidden = params["embed"].shape[1]
-    head = params.get("lm_head", params["embed"])
+    placed = jax.device_put(params)
+    head = placed.get("lm_head", placed["embed"])
 
     def run(layers: Any, head: jax.Array, x: jax.Array) -> jax.Array:
         for layer in layers:
@@ -165,12 +208,15 @@ def matrix_products(params: Any, tokens: int, logit_rows: int) -> Callable[[], A
             x = x + (jax.nn.silu(gate) * up) @ layer["w_down"]
         return lax.dot_general(x[-logit_rows:], head, (((1,), (1,)), ((), ())))
 
-    x = jax.numpy.asarray(np.random.default_rng(0).standard_normal((tokens, hidden), np.float32))
-    compiled = jax.jit(run).lower(params["layers"], head, x).compile()
-    return lambda: compiled(params["layers"], head, x).block_until_ready()
+    rng = np.random.default_rng(0)
+    x = jax.numpy.asarray(rng.standard_normal((tokens, head.shape[1]), np.float32))
+    compiled = jax.jit(run).lower(placed["layers"], head, x).compile()
+    return lambda: compiled(placed["layers"], head, x).block_until_ready()
 
 
-def medians(step: Callable[[], Any], floor: Callable[[], Any], repeats: int) -> tuple[float, float]:
+def medians(
+    step: Callable[[], Any], floor: Callable[[], Any], repeats: int
+) -> tuple[Seconds, Seconds]:
     """Times two functions in turn, so that both see the same moments of a busy machine.
 
     Args:
@@ -181,52 +227,66 @@ def medians(step: Callable[[], Any], floor: Callable[[], Any], repeats: int) -> 
     Returns:
         Median seconds of each.
     """
-    times: tuple[list[float], list[float]] = ([], [])
+    walls: tuple[list[float], list[float]] = ([], [])
+    cpus: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + 1):
-        for function, found in zip((step, floor), times, strict=True):
-            start = time.perf_counter()
+        for function, wall, cpu in zip((step, floor), walls, cpus, strict=True):
+            wall_start, cpu_start = time.perf_counter(), time.process_time()
             function()
-            found.append(time.perf_counter() - start)
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+            wall.append(time.perf_counter() - wall_start)
+            cpu.append(time.process_time() - cpu_start)
+    first, second = (
+        Seconds(statistics.median(wall[1:]), statistics.median(cpu[1:]))
+        for wall, cpu in zip(walls, cpus, strict=True)
+    )
+    return first, second
 
 
-def measure_torch(python: str, path: pathlib.Path, dtype: str) -> dict[str, float]:
-    """Times transformers in a process of its own.
+@contextlib.contextmanager
+def torch_process(python: str, path: pathlib.Path, dtype: str) -> Iterator[TorchStep]:
+    """Runs torch_bench.py as long as the context lasts.
 
     Args:
         python: An interpreter that has torch and transformers.
         path: The model, a GGUF file.
         dtype: Of weights and cache.
 
-    Returns:
-        Seconds by case name.
-
-    Raises:
-        RuntimeError: The process failed; with the end of what it said.
+    Yields:
+        A function that measures one case.
     """
-    job = {
-        "gguf": str(path),
-        "dtype": dtype,
-        "threads": _THREADS.value,
-        "repeats": _REPEATS.value,
-        "prefill": PREFILL_TOKENS,
-        "decode": DECODE_CASES,
-    }
-    result = subprocess.run(
+    process = subprocess.Popen(
         [python, str(pathlib.Path(__file__).with_name("torch_bench.py"))],
-        input=json.dumps(job),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-        check=False,
     )
-    if result.returncode:
-        raise RuntimeError(f"{python} failed for {dtype}: {result.stderr[-1000:]}")
-    seconds: dict[str, float] = json.loads(result.stdout.splitlines()[-1])["seconds"]
-    return seconds
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    def measure(case: Case) -> Seconds:
+        print(json.dumps(dataclasses.asdict(case) | {"repeats": _REPEATS.value}), file=requests)
+        requests.flush()
+        line = answers.readline()
+        if not line:
+            raise RuntimeError(f"{python} ended with {process.wait()}; run torch_bench.py by hand")
+        return Seconds(**json.loads(line))
+
+    try:
+        print(
+            json.dumps({"gguf": str(path), "dtype": dtype, "threads": _THREADS.value}),
+            file=requests,
+            flush=True,
+        )
+        yield measure
+    finally:
+        process.kill()
+        process.wait()
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Formats rows as a Markdown table, in milliseconds and ratios.
+    """Formats rows as Markdown: milliseconds (of CPU, in brackets) and ratios of wall times.
 
     Args:
         rows: The rows.
@@ -235,17 +295,25 @@ def table(rows: Sequence[Row]) -> str:
         Lines of text.
     """
     dtypes = list(rows[0].torch)
-    header = ["case", "step ms", "floor ms", "step / floor"]
+    header = ["case", "step ms (CPU)", "floor ms (CPU)", "step / floor"]
     for dtype in dtypes:
-        header += [f"torch {dtype} ms", "torch / step"]
+        header += [f"torch {dtype} ms (CPU)", "torch / step"]
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     for row in rows:
-        cells = [row.name, f"{row.step * 1e3:.1f}", f"{row.floor * 1e3:.1f}"]
-        cells.append(f"{row.step / row.floor:.2f}")
+        cells = [row.case.name, _milliseconds(row.step), _milliseconds(row.floor)]
+        cells.append(_ratio(row.step, row.floor))
         for dtype in dtypes:
-            cells += [f"{row.torch[dtype] * 1e3:.1f}", f"{row.torch[dtype] / row.step:.2f}"]
+            cells += [_milliseconds(row.torch[dtype]), _ratio(row.torch[dtype], row.step)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _milliseconds(seconds: Seconds) -> str:
+    return f"{seconds.wall * 1e3:.1f} ({seconds.cpu * 1e3:.0f})"
+
+
+def _ratio(above: Seconds, below: Seconds) -> str:
+    return f"{above.wall / below.wall:.2f} ({above.cpu / below.cpu:.2f})"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times Hugging Face transformers on the CPU, for engine_bench.py to stand beside.
 
-Runs under any Python that has torch and transformers; imports nothing of kvferry. Reads a JSON
-object on standard input (gguf, dtype, threads, repeats, prefill, decode) and prints one with
-seconds per case.
+Runs under any Python that has torch and transformers; imports nothing of kvferry. The first line
+on standard input is a JSON object with `gguf`, `dtype` and `threads`; each following line asks for
+one case, {"batch", "tokens", "context", "repeats"}, and is answered by a line with the median
+seconds of a forward pass and its argmax: `wall`, and `cpu` of all threads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 
 def main() -> None:
-    """Runs the cases that standard input asks for."""
-    job = json.load(sys.stdin)
+    """Answers until standard input ends."""
+    job = json.loads(sys.stdin.readline())
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["threads"]])
 
     import torch
@@ -30,43 +31,49 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=name, dtype=getattr(torch, job["dtype"])
     ).eval()
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
-
-    def draw(batch: int, tokens: int) -> Any:
-        return torch.randint(0, vocabulary, (batch, tokens), generator=generator)
-
-    seconds = {}
     with torch.inference_mode():
-        for tokens in job["prefill"]:
-            ids = draw(1, tokens)
-
-            def prefill(ids: Any = ids) -> Any:
-                return model(ids, logits_to_keep=1).logits[:, -1].argmax(-1)
-
-            seconds[f"prefill {tokens}"] = median(prefill, job["repeats"])
-        for batch, context in job["decode"]:
-            cache = transformers.DynamicCache(config=model.config)
-            model(draw(batch, context - 1), past_key_values=cache, logits_to_keep=1)
-            ids = draw(batch, 1)
-
-            # Every repetition appends one token: the context grows by a few in all.
-            def step(ids: Any = ids, cache: Any = cache) -> Any:
-                return model(ids, past_key_values=cache).logits[:, -1].argmax(-1)
-
-            seconds[f"decode {batch} at {context}"] = median(step, job["repeats"])
-    print(json.dumps({"torch": torch.__version__, "seconds": seconds}))
+        for line in sys.stdin:
+            case = json.loads(line)
+            step = prepare(torch, transformers, model, case)
+            print(json.dumps(medians(step, case["repeats"])), flush=True)
 
 
-def median(step: Callable[[], Any], repeats: int) -> float:
-    """Returns the median seconds of a call, after one that does not count."""
+def prepare(torch: Any, transformers: Any, model: Any, case: dict[str, int]) -> Callable[[], Any]:
+    """Returns a function that runs one forward pass.
+
+    Args:
+        torch: The module.
+        transformers: The module.
+        model: A causal language model.
+        case: `batch` sequences get `tokens` new tokens each, after `context` old ones.
+
+    Returns:
+        The function. With a context, every call adds to it: it grows by a few tokens in all.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int) -> Any:
+        shape = (case["batch"], tokens)
+        return torch.randint(0, model.config.vocab_size, shape, generator=generator)
+
+    ids = draw(case["tokens"])
+    if not case["context"]:
+        return lambda: model(ids, logits_to_keep=1).logits[:, -1].argmax(-1)
+    cache = transformers.DynamicCache(config=model.config)
+    model(draw(case["context"]), past_key_values=cache, logits_to_keep=1)
+    return lambda: model(ids, past_key_values=cache).logits[:, -1].argmax(-1)
+
+
+def medians(step: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Returns median wall and CPU seconds of a call, after one that does not count."""
     step()
-    times = []
+    wall, cpu = [], []
     for _ in range(repeats):
-        start = time.perf_counter()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         step()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        wall.append(time.perf_counter() - wall_start)
+        cpu.append(time.process_time() - cpu_start)
+    return {"wall": statistics.median(wall), "cpu": statistics.median(cpu)}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ def copy_whole(
         out_specs=host,
         scratch_shapes=[pltpu.SemaphoreType.DMA(())],
         input_output_aliases={1: 0},
-        compiler_params=pltpu.CompilerParams(has_side_effects=True),
         interpret=interpret,
         name="copy_to_host",
     )(src, dest)
@@ -151,7 +150,6 @@ def copy_pages(
                 scratch_shapes=[pltpu.SemaphoreType.DMA((window,))],
             ),
             input_output_aliases={2 + num_layers + i: i for i in range(num_layers)},
-            compiler_params=pltpu.CompilerParams(has_side_effects=True),
             interpret=interpret,
             name="copy_pages_to_host" if to_host else "copy_to_device",
         )(page_ids, num_pages, *src_array, *dest_array)

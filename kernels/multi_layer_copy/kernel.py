@@ -104,7 +104,6 @@ def copy_layers(
                 scratch_shapes=[pltpu.SemaphoreType.DMA((window,))],
             ),
             input_output_aliases={num_scalars + num_layers + i: i for i in range(num_layers)},
-            compiler_params=pltpu.CompilerParams(has_side_effects=True),
             interpret=interpret,
             name="multi_layer_copy",
         )(*chunks, *src_array, *dest_array)
@@ -148,7 +147,6 @@ def gather_layers(
                 out_specs=[hbm] * num_layers,
                 scratch_shapes=[pltpu.SemaphoreType.DMA((window,))],
             ),
-            compiler_params=pltpu.CompilerParams(has_side_effects=True),
             interpret=interpret,
             name="multi_layer_gather",
         )(*chunks, *src_array)

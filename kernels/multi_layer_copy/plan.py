@@ -232,16 +232,19 @@ def run_copy(
         chunks, status = guard_chunks(chunks, *pages)
 
     def per_device(src: list[jax.Array], dest: list[jax.Array], chunks: Chunks) -> list[jax.Array]:
-        shapes = [x.shape for x in dest]
-        src = [x.reshape(_cut_shape(x.shape, plan.src_split)) for x in src]
-        dest = [x.reshape(_cut_shape(x.shape, plan.dest_split)) for x in dest]
         if plan.implementation == "xla":
-            dest = reference.copy_layers(src, dest, chunks, form=plan.form, as_bits=plan.as_bits)
-        else:
-            dest = kernel.copy_layers(
-                src, dest, chunks, window=plan.window, interpret=plan.interpret
+            splits = plan.src_split, plan.dest_split
+            return reference.copy_layers(
+                src, dest, chunks, splits=splits, form=plan.form, as_bits=plan.as_bits
             )
-        return [x.reshape(shape) for x, shape in zip(dest, shapes, strict=True)]
+        copied = kernel.copy_layers(
+            [reference.cut_pages(x, plan.src_split) for x in src],
+            [reference.cut_pages(x, plan.dest_split) for x in dest],
+            chunks,
+            window=plan.window,
+            interpret=plan.interpret,
+        )
+        return [x.reshape(before.shape) for x, before in zip(copied, dest, strict=True)]
 
     in_specs = (list(plan.src_specs), list(plan.dest_specs), PartitionSpec())
     run = _on_mesh(plan, per_device, in_specs, list(plan.dest_specs))

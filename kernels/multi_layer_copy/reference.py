@@ -93,18 +93,47 @@ def _gather_form(src: jax.Array, dest: jax.Array, src_page_of: jax.Array) -> jax
     return jnp.where(keep.reshape((-1,) + (1,) * (dest.ndim - 1)), dest, pages)
 
 
-def _page_loop(src: jax.Array, dest: jax.Array, chunks: Chunks, sizes: jax.Array) -> jax.Array:
+def cut_pages(array: jax.Array, split: int) -> jax.Array:
+    """Views a pool with every page cut into equal parts.
+
+    Args:
+      array: [pages, rows, ...].
+      split: parts of each page.
+
+    Returns:
+      [pages * split, rows / split, ...].
+    """
+    if split == 1:
+        return array
+    return array.reshape(array.shape[0] * split, array.shape[1] // split, *array.shape[2:])
+
+
+def _page_start(page: jax.Array, split: int, array: jax.Array) -> list[jax.Array | int]:
+    """Returns where a page starts in an array whose own pages hold `split` such pages each."""
+    if split == 1:
+        return [page] + [0] * (array.ndim - 1)
+    return [page // split, page % split * (array.shape[1] // split)] + [0] * (array.ndim - 2)
+
+
+def _page_loop(
+    src: jax.Array, dest: jax.Array, chunks: Chunks, sizes: jax.Array, splits: tuple[int, int]
+) -> jax.Array:
     """Copies page by page; the loops carry one layer, or XLA would copy them all each time."""
+    page_shape = [1, *src.shape[1:]]
+    if splits[0] > 1:
+        page_shape[1] //= splits[0]
 
     def copy_chunk(chunk: jax.Array, dest: jax.Array) -> jax.Array:
         def copy_page(page: jax.Array, dest: jax.Array) -> jax.Array:
-            rows = jax.lax.dynamic_slice_in_dim(src, chunks.src_offsets[chunk] + page, 1)
-            start = chunks.dest_offsets[chunk] + page
-            return jax.lax.dynamic_update_slice_in_dim(dest, rows, start, 0)
+            src_start = _page_start(chunks.src_offsets[chunk] + page, splits[0], src)
+            dest_start = _page_start(chunks.dest_offsets[chunk] + page, splits[1], dest)
+            rows = jax.lax.dynamic_slice(src, src_start, page_shape)
+            return jax.lax.dynamic_update_slice(dest, rows, dest_start)
 
         return jax.lax.fori_loop(0, sizes[chunk], copy_page, dest)
 
-    return jax.lax.fori_loop(0, chunks.num_chunks[0], copy_chunk, dest)
+    count = jnp.minimum(chunks.num_chunks[0], sizes.shape[0])
+    return jax.lax.fori_loop(0, count, copy_chunk, dest)
 
 
 def _has_wide_rows(array: jax.Array) -> bool:
@@ -129,7 +158,9 @@ def _copy_group(
         jax.lax.cond(
             one_target & worth_it,
             lambda: [_scatter_form(s, d, dest_page_of) for s, d in zip(src, dest, strict=True)],
-            lambda: [_page_loop(s, d, chunks, sizes) for s, d in zip(src, dest, strict=True)],
+            lambda: [
+                _page_loop(s, d, chunks, sizes, (1, 1)) for s, d in zip(src, dest, strict=True)
+            ],
         )
     )
 
@@ -139,6 +170,7 @@ def copy_layers(
     dest_array: Sequence[jax.Array],
     chunks: Chunks,
     *,
+    splits: tuple[int, int] = (1, 1),
     form: Form = "fastest",
     as_bits: bool = False,
 ) -> list[jax.Array]:
@@ -149,6 +181,7 @@ def copy_layers(
       dest_array: one array per layer, [dest_pages, ...], same page shape and dtype as its source.
         In place when the caller's jit donates it.
       chunks: the runs; a size of 0 is a run that is skipped.
+      splits: pages of the list in each page of the sources, and of the destinations.
       form: "fastest" on CPU, "page_loop" on TPU.
       as_bits: move bfloat16 and float8 as unsigned integers (for XLA's CPU compiler).
 
@@ -169,10 +202,13 @@ def copy_layers(
             sources, dests = [_to_bits(x) for x in sources], [_to_bits(x) for x in dests]
         if form == "page_loop":
             pairs = zip(sources, dests, strict=True)
-            group = [_page_loop(source, dest, chunks, sizes) for source, dest in pairs]
+            group = [_page_loop(source, dest, chunks, sizes, splits) for source, dest in pairs]
         else:
-            group = _copy_group(sources, dests, chunks, sizes)
+            views = [cut_pages(source, splits[0]) for source in sources]
+            group = [cut_pages(dest, splits[1]) for dest in dests]
+            group = _copy_group(views, group, chunks, sizes)
         for layer, copied in zip(layers, group, strict=True):
+            copied = copied.reshape(dest_array[layer].shape)
             dtype = dest_array[layer].dtype
             if copied.dtype != dtype:
                 copied = jax.lax.bitcast_convert_type(copied, dtype)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,7 +16,6 @@ from kvferry.kernels.chunks import (
     CHUNK_OK,
     CHUNK_OVERLAP,
     CHUNK_UNUSED,
-    Chunks,
     guard_chunks,
 )
 from kvferry.kernels.multi_layer_copy import multi_layer_copy
@@ -98,19 +96,13 @@ def test_num_chunks_beyond_the_list_means_all() -> None:
     assert status.tolist() == [CHUNK_OK, CHUNK_OK]
 
 
-def _chunks(runs: list[Run]) -> Chunks:
-    listed = oracle.split(runs)
-    count = np.array([len(runs)], np.int32)
-    return Chunks(listed["src_offsets"], listed["dest_offsets"], listed["chunk_sizes"], count)
-
-
 def test_nothing_to_report() -> None:
-    chunks, status = guard_chunks(_chunks([Run(0, 1), Run(1, 2)]), [4], [4])
+    chunks, status = guard_chunks(oracle.chunks([Run(0, 1), Run(1, 2)], 2), [4], [4])
     assert status.tolist() == [CHUNK_OK, CHUNK_OK]
     assert chunks.sizes.tolist() == [1, 1]
 
 
 def test_a_chunk_refused_for_its_range_blocks_no_other() -> None:
-    chunks, status = guard_chunks(_chunks([Run(9, 0, 4), Run(0, 1)]), [4], [8])
+    chunks, status = guard_chunks(oracle.chunks([Run(9, 0, 4), Run(0, 1)], 2), [4], [8])
     assert status.tolist() == [CHUNK_BAD_SRC, CHUNK_OK]
     assert chunks.sizes.tolist() == [0, 1]

@@ -36,8 +36,7 @@ def _run_copy(
     window: int,
 ) -> None:
     """Copies valid runs followed by poison, and compares every page of every layer."""
-    offsets = [jnp.asarray(value) for value in oracle.split(runs + _POISON).values()]
-    chunks = Chunks(offsets[0], offsets[1], offsets[2], _int32(len(runs)))
+    chunks = Chunks(*(jnp.asarray(array) for array in oracle.chunks(runs + _POISON, len(runs))))
     with watched(params):
         results = jax.block_until_ready(
             kernel.copy_layers(

@@ -19,6 +19,7 @@ from kvferry.kernels.multi_layer_copy import (
     scatter_pages,
 )
 from kvferry.kernels.multi_layer_copy.plan import run_copy
+from kvferry.kernels.multi_layer_copy.reference import copy_layers, gather_layers
 from kvferry.tests.kernels import oracle
 from kvferry.tests.kernels.oracle import Run
 from kvferry.tests.kernels.simulator import PARAMS, params_id, watched
@@ -93,6 +94,18 @@ def test_every_form(src_pages: int, dest_pages: int, runs: list[Run], how: dict[
     _check(src, dest, runs, how)
 
 
+@pytest.mark.parametrize(
+    ("src_pages", "dest_pages", "runs"),
+    [(4, 40, [Run(1, 9, 2), Run(1, 30)]), (40, 4, [Run(20, 0, 3)]), (8, 8, [])],
+)
+def test_form_for_tpu(src_pages: int, dest_pages: int, runs: list[Run]) -> None:
+    """The form of the XLA reference that a TPU gets is right on CPU as well."""
+    src, dest = oracle.layers(src_pages, _PAGE, 2), oracle.layers(dest_pages, _PAGE, 2, seed=1)
+    chunks = oracle.chunks([*runs, Run(99, 99, 99)], len(runs))
+    results = copy_layers(oracle.device(src), oracle.device(dest), chunks, form="page_loop")
+    oracle.assert_equal(results, oracle.copied(src, dest, runs))
+
+
 @both
 def test_layers_may_differ(how: dict[str, Any]) -> None:
     """As in a hybrid model: attention, an MLA latent, and a small state."""
@@ -161,6 +174,13 @@ def test_scatter_and_gather_pages(how: dict[str, Any]) -> None:
     oracle.assert_equal([rows[:4] for rows in gathered], [rows[:4] for rows in pages])
     assert [rows.shape for rows in gathered] == [(5, *_PAGE)] * 3
     oracle.assert_equal(scattered, expected)  # a gather donates nothing
+
+
+def test_fresh_gather_for_tpu() -> None:
+    pool = oracle.layers(12, _PAGE, 2)
+    ids, count = jnp.array([7, 3, 99], jnp.int32), jnp.array([2], jnp.int32)
+    gathered = gather_layers(oracle.device(pool), ids, count, form="page_loop")
+    oracle.assert_equal([rows[:2] for rows in gathered], [array[[7, 3]] for array in pool])
 
 
 @both

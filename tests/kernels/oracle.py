@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvferry.kernels.chunks import Chunks, make_chunks
+
 Arrays = list[np.ndarray]
 
 
@@ -43,6 +45,14 @@ def split(runs: Sequence[Run]) -> dict[str, Any]:
         "dest_offsets": np.array([run.dest for run in runs], np.int32),
         "chunk_sizes": np.array([run.size for run in runs], np.int32),
     }
+
+
+def chunks(runs: Sequence[Run], num_chunks: int) -> Chunks:
+    """Returns the runs as the kernels take them, of which the first `num_chunks` are valid."""
+    listed = split(runs)
+    return make_chunks(
+        listed["src_offsets"], listed["dest_offsets"], listed["chunk_sizes"], num_chunks
+    )
 
 
 def copied(src: Arrays, dest: Arrays, runs: Sequence[Run]) -> Arrays:

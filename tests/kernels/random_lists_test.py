@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvferry.kernels.copy_to_host import copy_to_device, gather_to_host
@@ -27,6 +28,9 @@ _SIMULATED = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=Tr
 _profile = hypothesis.settings(
     max_examples=_EXAMPLES, derandomize=True, database=None, deadline=None
 )
+# A simulated kernel takes a hundred times as long as XLA: some of its examples run at every test,
+# all of them among the slow ones.
+_some = hypothesis.settings(_profile, max_examples=40)
 
 
 @st.composite
@@ -72,11 +76,22 @@ def test_multi_layer_copy_in_xla(data: st.DataObject) -> None:
     _check_copy(data, implementation="xla")
 
 
-@_profile
-@hypothesis.given(st.data())
-def test_multi_layer_copy_in_the_kernel(data: st.DataObject) -> None:
+def _simulated_copy(data: st.DataObject) -> None:
     with watched(_SIMULATED):
         _check_copy(data, interpret=_SIMULATED, window=2)
+
+
+@_some
+@hypothesis.given(st.data())
+def test_multi_layer_copy_in_the_kernel(data: st.DataObject) -> None:
+    _simulated_copy(data)
+
+
+@pytest.mark.slow
+@_profile
+@hypothesis.given(st.data())
+def test_multi_layer_copy_in_the_kernel_at_length(data: st.DataObject) -> None:
+    _simulated_copy(data)
 
 
 def _check_pages(data: st.DataObject, **how: Any) -> None:
@@ -105,11 +120,22 @@ def test_copy_to_host_in_xla(data: st.DataObject) -> None:
     _check_pages(data, implementation="xla")
 
 
-@_profile
-@hypothesis.given(st.data())
-def test_copy_to_host_in_the_kernel(data: st.DataObject) -> None:
+def _simulated_pages(data: st.DataObject) -> None:
     with watched(_SIMULATED):
         _check_pages(data, interpret=_SIMULATED, window=3)
+
+
+@_some
+@hypothesis.given(st.data())
+def test_copy_to_host_in_the_kernel(data: st.DataObject) -> None:
+    _simulated_pages(data)
+
+
+@pytest.mark.slow
+@_profile
+@hypothesis.given(st.data())
+def test_copy_to_host_in_the_kernel_at_length(data: st.DataObject) -> None:
+    _simulated_pages(data)
 
 
 @hypothesis.settings(_profile, max_examples=100)

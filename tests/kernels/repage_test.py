@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvferry.kernels.multi_layer_copy import multi_layer_copy, small_page_ids
+from kvferry.kernels.multi_layer_copy.reference import copy_layers
 from kvferry.tests.kernels import oracle
 
 _XLA: dict[str, Any] = {"implementation": "xla"}
@@ -86,6 +87,24 @@ def test_equal_page_sizes_are_no_special_case(how: dict[str, Any]) -> None:
         **how,
     )
     oracle.assert_equal(results, oracle.copied(src, dest, runs))
+
+
+@pytest.mark.parametrize("splits", [(1, 2), (2, 1)])
+def test_form_for_tpu(splits: tuple[int, int]) -> None:
+    """The form of the XLA reference that a TPU gets cuts pages by itself."""
+    src = oracle.layers(6, (splits[0] * _SMALL, *_HEADS), 2)
+    dest = oracle.layers(7, (splits[1] * _SMALL, *_HEADS), 2, seed=1)
+    runs = [oracle.Run(3, 0, 3), oracle.Run(1, 5)]
+    chunks = oracle.chunks(runs, len(runs))
+    results = copy_layers(
+        oracle.device(src), oracle.device(dest), chunks, splits=splits, form="page_loop"
+    )
+
+    def cut(arrays: oracle.Arrays, split: int) -> oracle.Arrays:
+        return [array.reshape(len(array) * split, _SMALL, *_HEADS) for array in arrays]
+
+    expected = oracle.copied(cut(src, splits[0]), cut(dest, splits[1]), runs)
+    oracle.assert_equal(cut(list(map(np.asarray, results)), splits[1]), expected)
 
 
 def test_small_page_ids() -> None:
