@@ -174,7 +174,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
             self._answer_parked(room)
 
     def _look_up(self, peer: bytes, lookup: Lookup) -> None:
-        instance = self._registry.find(lookup.room, lookup.instance_id)
+        instance = self._registry.find(lookup.room, lookup.instance_id, only=self.settled)
         now = self._loop.clock()
         if instance is not None:
             self._channel.send(peer, LookupReply(query=lookup.query, instance=instance))
@@ -189,16 +189,24 @@ class ZmqBootstrapServer(KVBootstrapServer):
         else:
             # Several instances and none of them has the room yet, or this server has just started.
             none_yet = self._registry.num_instances == 0
-            until = self._grace_until if none_yet else now + _PARK_SECONDS
+            until = self._grace_until if none_yet else max(self._grace_until, now + _PARK_SECONDS)
             self._parked.setdefault(lookup.room, []).append(_Parked(peer, lookup.query, until))
             self._num_parked += 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether all who were registered with a predecessor have had the time to come back.
+
+        Until then the only instance here may be one of several, and not the one with the room.
+        """
+        return self._loop.clock() >= self._grace_until
 
     def _none(self) -> str:
         where = host_port(self._host, self._port)
         return f"no prefill server is registered with the bootstrap server {where}"
 
     def _answer_parked(self, room: int) -> None:
-        instance = self._registry.find(room)
+        instance = self._registry.find(room, only=self.settled)
         if instance is None:
             return
         for parked in self._parked.pop(room, []):
@@ -210,6 +218,9 @@ class ZmqBootstrapServer(KVBootstrapServer):
             where = host_port(instance.host, instance.side_channel_port)
             logging.warning("prefill server %s: lease over, dropped", where)
         now = self._loop.clock()
+        if self.settled and self._registry.num_instances == 1:
+            for room in list(self._parked):
+                self._answer_parked(room)
         for room, waiting in list(self._parked.items()):
             over = [parked for parked in waiting if parked.until <= now]
             for parked in over:

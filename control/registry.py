@@ -122,18 +122,21 @@ class InstanceRegistry:
                 del self._room_holder[room]
                 entry.rooms.pop(room, None)
 
-    def find(self, room: int, instance_id: str | None = None) -> Instance | None:
+    def find(
+        self, room: int, instance_id: str | None = None, *, only: bool = True
+    ) -> Instance | None:
         """Returns the instance for a room.
 
         Args:
             room: The room.
             instance_id: If given, that instance is meant, whatever was announced.
+            only: Whether the only instance there is stands for rooms that nobody announced.
 
         Returns:
-            The instance that announced the room; else the only instance there is; else None.
+            The instance that announced the room; else, with `only`, the only instance; else None.
         """
         wanted = instance_id or self._room_holder.get(room)
-        if wanted is None and len(self._entries) == 1:
+        if wanted is None and only and len(self._entries) == 1:
             wanted = next(iter(self._entries))
         entry = self._entries.get(wanted) if wanted is not None else None
         return entry.instance if entry is not None else None

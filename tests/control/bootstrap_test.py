@@ -148,7 +148,7 @@ def test_a_restarted_server_is_registered_with_again(clients: Clients) -> None:
     first.stop()
     wait_until(lambda: not registration.registered)
     second = start(first.port)
-    answer = clients.find(3)  # Asked before anyone is back: it waits a moment.
+    answer = clients.find(3)  # Asked before anyone is back: it waits, whoever is back first.
     wait_until(lambda: answer.there, 3.0)
     assert answer.found == [instance("a", 1)]
     wait_until(lambda: registration.registered and other.registered, 3.0)

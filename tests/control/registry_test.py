@@ -34,6 +34,7 @@ def test_the_only_instance_is_found_for_any_room() -> None:
     assert registry.find(1) is None
     assert registry.register(instance("a")) is None
     assert registry.find(1) == instance("a")
+    assert registry.find(1, only=False) is None
     assert registry.find(1, "a") == instance("a")
     assert registry.find(1, "b") is None
 
