@@ -30,6 +30,8 @@ _LAYOUTS = flags.DEFINE_bool(
 # K and V of 8 heads of 128, 64 tokens: a page that needs no packing and that a 2x2 mesh can split.
 _PAGE = (64, 8, 2, 128)
 _HEAD_AXIS = 1
+# Pools of 80 layers, re-paged ones four times as large, have to fit the smallest HBM (16 GB).
+_POOL_PAGES = 128
 
 KERNELS = {
     "scatter": "multi_layer_copy, contiguous to paged",
@@ -73,7 +75,13 @@ def kernel_lines(layers: Sequence[int]) -> list[Line]:
     for kernel, name in KERNELS.items():
         for mesh, head_axis in (("1 chip", None), ("2x2, heads split", _HEAD_AXIS)):
             for count in [1] if kernel == "whole" else layers:
-                case = Case(kernel=kernel, page=_PAGE, layers=count, head_axis=head_axis)
+                case = Case(
+                    kernel=kernel,
+                    page=_PAGE,
+                    layers=count,
+                    head_axis=head_axis,
+                    pool_pages=_POOL_PAGES,
+                )
                 lines.append(Line(case=case, label=f"{name} | {mesh}", variant=str(count)))
     return lines
 

@@ -255,7 +255,7 @@ def gather_pages(
     ids = as_page_ids(page_ids)
     count = ids.shape[0]
     chunks = make_chunks(ids, np.arange(count), np.ones(count, np.int32), num_pages)
-    options = Options(implementation=implementation, interpret=interpret)
+    options = Options(implementation=implementation, interpret=interpret, in_place=False)
     plan = make_plan(pools, pools, mesh, options)
     values = host_chunks(chunks) if checks == "host" else None
     if values is not None:

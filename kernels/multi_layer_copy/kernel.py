@@ -25,36 +25,38 @@ from kvferry.kernels.chunks import Chunks
 DEFAULT_WINDOW = 8
 
 
-def _copy_kernel(
-    # Inputs, scalars
-    src_offsets_smem_ref: jax.Array,  # [n] int32
-    dest_offsets_smem_ref: jax.Array,  # [n] int32
-    sizes_smem_ref: jax.Array,  # [n] int32
-    num_chunks_smem_ref: jax.Array,  # [1] int32
-    # Inputs in HBM: sources, then the aliased destinations when there are any; outputs: the
-    # destinations; scratch: one DMA semaphore per layer in flight.
-    *refs: jax.Array,
-    num_layers: int,
-    window: int,
+def _copy_in_window(
+    src_hbm_refs: Sequence[jax.Array],
+    dest_hbm_refs: Sequence[jax.Array],
+    sems: jax.Array,
+    count: jax.Array,
+    run_of: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array | int]],
 ) -> None:
-    """Starts layer `l + window` only after all DMAs of layer `l` have arrived."""
-    src_hbm_refs = refs[:num_layers]
-    dest_hbm_refs = refs[-1 - num_layers : -1]
-    sems = refs[-1]
-    count = jnp.minimum(num_chunks_smem_ref[0], sizes_smem_ref.shape[0])
+    """Copies all layers with as many in flight as there are semaphores.
+
+    Starts layer `l + window` only after all DMAs of layer `l` have arrived.
+
+    Args:
+      src_hbm_refs: one ref per layer.
+      dest_hbm_refs: one ref per layer.
+      sems: DMA semaphores, [window].
+      count: chunks per layer.
+      run_of: first source page, first destination page and pages of a chunk.
+    """
+    num_layers, window = len(src_hbm_refs), sems.shape[0]
 
     def for_each_chunk(layer: int, slot: int, act: Callable[[Any], None]) -> None:
         @pl.loop(0, count)
         def _(chunk: jax.Array) -> None:
-            size = sizes_smem_ref[chunk]
+            src, dest, size = run_of(chunk)
 
             @pl.when(size > 0)
             def _() -> None:
                 # A semaphore counts bytes: a wait must name the same size as its start.
                 act(
                     pltpu.make_async_copy(
-                        src_hbm_refs[layer].at[pl.ds(src_offsets_smem_ref[chunk], size)],
-                        dest_hbm_refs[layer].at[pl.ds(dest_offsets_smem_ref[chunk], size)],
+                        src_hbm_refs[layer].at[pl.ds(src, size)],
+                        dest_hbm_refs[layer].at[pl.ds(dest, size)],
                         sems.at[slot],
                     )
                 )
@@ -66,6 +68,43 @@ def _copy_kernel(
         # The semaphore of `layer` counts zero again, so the next layer can have it.
         if layer + window < num_layers:
             for_each_chunk(layer + window, layer % window, lambda copy: copy.start())
+
+
+def _copy_kernel(
+    # Inputs, scalars
+    src_offsets_smem_ref: jax.Array,  # [n] int32
+    dest_offsets_smem_ref: jax.Array,  # [n] int32
+    sizes_smem_ref: jax.Array,  # [n] int32
+    num_chunks_smem_ref: jax.Array,  # [1] int32
+    # Inputs in HBM: sources, then the destinations, which the outputs alias; outputs; scratch: one
+    # DMA semaphore per layer in flight.
+    *refs: jax.Array,
+    num_layers: int,
+) -> None:
+    """Copies runs of pages."""
+    count = jnp.minimum(num_chunks_smem_ref[0], sizes_smem_ref.shape[0])
+
+    def run_of(chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return src_offsets_smem_ref[chunk], dest_offsets_smem_ref[chunk], sizes_smem_ref[chunk]
+
+    _copy_in_window(refs[:num_layers], refs[2 * num_layers : -1], refs[-1], count, run_of)
+
+
+def _gather_kernel(
+    # Inputs, scalars
+    page_ids_smem_ref: jax.Array,  # [n] int32
+    num_pages_smem_ref: jax.Array,  # [1] int32
+    # Inputs in HBM: sources; outputs; scratch: one DMA semaphore per layer in flight.
+    *refs: jax.Array,
+    num_layers: int,
+) -> None:
+    """Copies single pages to consecutive ones."""
+    count = jnp.minimum(num_pages_smem_ref[0], page_ids_smem_ref.shape[0])
+
+    def run_of(chunk: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+        return page_ids_smem_ref[chunk], chunk, 1
+
+    _copy_in_window(refs[:num_layers], refs[num_layers:-1], refs[-1], count, run_of)
 
 
 def copy_layers(
@@ -94,7 +133,7 @@ def copy_layers(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return list(
         pl.pallas_call(
-            functools.partial(_copy_kernel, num_layers=num_layers, window=window),
+            functools.partial(_copy_kernel, num_layers=num_layers),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in dest_array],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=num_scalars,
@@ -133,15 +172,13 @@ def gather_layers(
     num_layers = len(src_array)
     src_array = memory.keep_in_hbm(src_array, interpret)
     count = page_ids.shape[0]
-    rows = jnp.arange(count, dtype=jnp.int32)
-    chunks = Chunks(page_ids, rows, jnp.ones(count, jnp.int32), num_pages)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return list(
         pl.pallas_call(
-            functools.partial(_copy_kernel, num_layers=num_layers, window=window),
+            functools.partial(_gather_kernel, num_layers=num_layers),
             out_shape=[pltpu.HBM((count, *x.shape[1:]), x.dtype) for x in src_array],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(chunks),
+                num_scalar_prefetch=2,
                 grid=(),
                 in_specs=[hbm] * num_layers,
                 out_specs=[hbm] * num_layers,
@@ -149,5 +186,5 @@ def gather_layers(
             ),
             interpret=interpret,
             name="multi_layer_gather",
-        )(*chunks, *src_array)
+        )(page_ids, num_pages, *src_array)
     )

@@ -20,12 +20,17 @@ PerDevice = Callable[..., list[jax.Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the caller wants the copy to run; see `api.multi_layer_copy`."""
+    """How the caller wants the copy to run; see `api.multi_layer_copy`.
+
+    Attributes:
+      in_place: the destinations exist already; else they are new arrays.
+    """
 
     implementation: Implementation | None
     interpret: Interpret
     window: int = kernel.DEFAULT_WINDOW
     repage: bool = False
+    in_place: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +190,7 @@ def make_plan(
         "multi_layer_copy", options.implementation, options.interpret, placement.platform, problem
     )
     dtypes = [array.dtype for array in dest.arrays]
+    writes_in_xla = chosen == "xla" and options.in_place
     return Plan(
         implementation=chosen,
         interpret=dispatch.normalise_interpret(options.interpret),
@@ -196,7 +202,7 @@ def make_plan(
         dest_split=cuts[1],
         guard=False,
         form=dispatch.xla_form(placement.platform),
-        as_bits=chosen == "xla" and dispatch.move_bits(placement.platform, dtypes),
+        as_bits=writes_in_xla and dispatch.move_bits(placement.platform, dtypes),
     )
 
 

@@ -227,14 +227,17 @@ def gather_layers(
 
     Args:
       src_array: one array per layer, [src_pages, ...].
-      page_ids: pages wanted, [n] int32; in the fastest form, ids outside are clipped into the pool.
+      page_ids: pages wanted, [n] int32.
       num_pages: how many of them are valid, [1] int32.
       form: as in `copy_layers`.
 
     Returns:
       One [n, ...] array per layer; rows at and beyond `num_pages` are unspecified.
     """
-    if form == "fastest":
+    # What must not be written as it is can still be read as it is.
+    if form == "fastest" and all(
+        _has_wide_rows(x) or is_emulated_float(x.dtype) for x in src_array
+    ):
         return [src.at[page_ids].get(mode="clip") for src in src_array]
     count = page_ids.shape[0]
     rows = jnp.arange(count, dtype=jnp.int32)

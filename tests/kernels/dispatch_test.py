@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvferry.kernels import dispatch, sharding
-from kvferry.kernels.multi_layer_copy import scatter_pages
+from kvferry.kernels.multi_layer_copy import gather_pages, scatter_pages
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,8 @@ def test_slow_dtype_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
             scatter_pages([jnp.ones((1, 4), jnp.bfloat16)], [jnp.ones((3, 4), jnp.bfloat16)], [2])
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
+    gather_pages([jnp.ones((3, 4), jnp.bfloat16)], [2])  # reading costs nothing more
+    assert len(caplog.records) == 1
     assert "pool of dtype bfloat16" in told[0] and "unsigned integers" in told[0]
 
 

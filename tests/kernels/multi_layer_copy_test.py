@@ -164,15 +164,17 @@ def test_lists_of_any_integers(how: dict[str, Any]) -> None:
 
 
 @both
-def test_scatter_and_gather_pages(how: dict[str, Any]) -> None:
-    pages, pool = oracle.layers(5, _PAGE, 3), oracle.layers(12, _PAGE, 3, seed=1)
+@pytest.mark.parametrize("page", [(4, 128), (4, 6, 64), (3,)], ids=str)
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_scatter_and_gather_pages(page: tuple[int, ...], dtype: str, how: dict[str, Any]) -> None:
+    pages, pool = oracle.layers(5, page, 3, dtype), oracle.layers(12, page, 3, dtype, seed=1)
     ids = [7, 3, 11, 0, 99]
     scattered = scatter_pages(oracle.device(pages), oracle.device(pool), ids, 4, **how)
     expected = oracle.copied(pages, pool, [Run(row, ids[row]) for row in range(4)])
     oracle.assert_equal(scattered, expected)
     gathered = gather_pages(scattered, ids, 4, **how)
     oracle.assert_equal([rows[:4] for rows in gathered], [rows[:4] for rows in pages])
-    assert [rows.shape for rows in gathered] == [(5, *_PAGE)] * 3
+    assert [rows.shape for rows in gathered] == [(5, *page)] * 3
     oracle.assert_equal(scattered, expected)  # a gather donates nothing
 
 
@@ -184,8 +186,13 @@ def test_fresh_gather_for_tpu() -> None:
 
 
 @both
-def test_gather_may_repeat_pages(how: dict[str, Any]) -> None:
-    pool = oracle.layers(4, _PAGE, 2)
+@pytest.mark.parametrize(
+    ("page", "dtype"),
+    [((4, 128), "float32"), ((4, 64), "uint16"), ((4, 64), "bfloat16")],
+    ids=str,
+)
+def test_gather_may_repeat_pages(page: tuple[int, ...], dtype: str, how: dict[str, Any]) -> None:
+    pool = oracle.layers(4, page, 2, dtype)
     gathered = gather_pages(oracle.device(pool), [3, 3, 0], **how)
     oracle.assert_equal(gathered, [array[[3, 3, 0]] for array in pool])
 

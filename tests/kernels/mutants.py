@@ -70,11 +70,10 @@ _COPY = {
         "dest_hbm_refs[layer]", "dest_hbm_refs[layer ^ (layer < 2)]"
     ),
     "offsets swapped": Mutant(
-        "src_offsets_smem_ref[chunk], size", "dest_offsets_smem_ref[chunk], size"
+        "src_offsets_smem_ref[chunk], dest_offsets_smem_ref[chunk], sizes",
+        "dest_offsets_smem_ref[chunk], src_offsets_smem_ref[chunk], sizes",
     ),
-    "destination one page on": Mutant(
-        "pl.ds(dest_offsets_smem_ref[chunk], size)", "pl.ds(dest_offsets_smem_ref[chunk] + 1, size)"
-    ),
+    "destination one page on": Mutant(".at[pl.ds(dest, size)]", ".at[pl.ds(dest + 1, size)]"),
     "first chunk left out": Mutant("@pl.loop(0, count)", "@pl.loop(1, count)"),
     "last chunk left out": Mutant("@pl.loop(0, count)", "@pl.loop(0, count - 1)"),
     "num_chunks ignored": Mutant(
@@ -82,7 +81,14 @@ _COPY = {
         "sizes_smem_ref.shape[0]",
     ),
     "one chunk more": Mutant("num_chunks_smem_ref[0], sizes", "num_chunks_smem_ref[0] + 1, sizes"),
-    "one page of each run": Mutant("size = sizes_smem_ref[chunk]", "size = 1"),
+    "one page of each run": Mutant(", sizes_smem_ref[chunk]", ", 1"),
+    "num_pages ignored": Mutant(
+        "jnp.minimum(num_pages_smem_ref[0], page_ids_smem_ref.shape[0])",
+        "page_ids_smem_ref.shape[0]",
+    ),
+    "gathered pages in another order": Mutant(
+        "return page_ids_smem_ref[chunk], chunk, 1", "return page_ids_smem_ref[chunk], chunk ^ 1, 1"
+    ),
     "outputs not the destinations' memory": Mutant(
         "{num_scalars + num_layers + i: i for i in range(num_layers)}", "{}"
     ),
