@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +22,8 @@ class Row:
       spec: name of the shapes.
       operation: what was timed.
       moved_bytes: bytes that arrived at their destination.
-      seconds: best time of one call, until the bytes are there.
-      baseline_seconds: best time of `numpy.copyto` for as many bytes, or None.
+      seconds: median time of one call, until the bytes are there.
+      baseline_seconds: median time of `numpy.copyto` for as many bytes, or None.
       traffic_factor: HBM bytes read and written per byte moved.
     """
 
@@ -39,7 +40,7 @@ class Row:
         return self.moved_bytes / self.seconds / 1e9
 
 
-def best_seconds(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+def median_seconds(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
     """Times functions in turn, so that a disturbance does not hit only one of them.
 
     Args:
@@ -47,17 +48,17 @@ def best_seconds(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]
       repeats: calls that count.
 
     Returns:
-      The best time of each, in seconds.
+      The median time of each, in seconds.
     """
-    best = [float("inf")] * len(runs)
+    times: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):
         for index, run in enumerate(runs):
             start = time.perf_counter()
             jax.block_until_ready(run())
             elapsed = time.perf_counter() - start
             if repeat:
-                best[index] = min(best[index], elapsed)
-    return best
+                times[index].append(elapsed)
+    return [statistics.median(each) for each in times]
 
 
 def copyto(layers: int, layer_bytes: int) -> Callable[[], None]:

@@ -33,6 +33,7 @@ _HEAD_AXIS = 1
 # Pools of 80 layers, re-paged ones four times as large, have to fit the smallest HBM (16 GB).
 _POOL_PAGES = 128
 
+LAYOUT_LABELS = "page | holds (KV heads x head size, 16 tokens)"
 KERNELS = {
     "scatter": "multi_layer_copy, contiguous to paged",
     "gather": "multi_layer_copy, paged to contiguous",
@@ -181,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
         layouts = layout_lines()
         compile_lines(layouts, _CHIPS.value)
         print()
-        print(table("page | holds (KV heads x head size, 16 tokens)", "dtype", layouts))
+        print(table(LAYOUT_LABELS, "dtype", layouts))
         lines += layouts
     bad = [f"{line.label} | {line.variant}" for line in lines if not is_good(line)]
     print(f"\n{len(lines)} cases on {', '.join(_CHIPS.value)}: {len(bad)} not as promised.")

@@ -23,7 +23,7 @@ from kvferry.kernels.multi_layer_copy.arg_specs import ArgSpec
 
 _FLAGS = programs.own_flags()
 _REPEATS = flags.DEFINE_integer(
-    "repeats", 10, "Calls that are timed; the best counts.", flag_values=_FLAGS
+    "repeats", 15, "Calls that are timed; the median counts.", flag_values=_FLAGS
 )
 _WINDOW = flags.DEFINE_integer(
     "window", DEFAULT_WINDOW, "Pages in flight together, on TPU.", flag_values=_FLAGS
@@ -82,18 +82,18 @@ def measure(spec: ArgSpec, *, repeats: int, window: int) -> list[bench_lib.Row]:
         "copy_to_host, each layer": arrays.whole,
     }
     baseline = bench_lib.copyto(spec.layers, spec.layer_bytes)
-    *seconds, baseline_seconds = bench_lib.best_seconds([*runs.values(), baseline], repeats)
+    *seconds, baseline_seconds = bench_lib.median_seconds([*runs.values(), baseline], repeats)
     return [
         bench_lib.Row(
             spec=spec.name,
             operation=operation,
             moved_bytes=spec.moved_bytes,
-            seconds=best,
+            seconds=median,
             baseline_seconds=baseline_seconds,
             # One side is host memory: the link to the host is the limit, not HBM.
             traffic_factor=1,
         )
-        for operation, best in zip(runs, seconds, strict=True)
+        for operation, median in zip(runs, seconds, strict=True)
     ]
 
 

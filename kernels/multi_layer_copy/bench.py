@@ -23,7 +23,7 @@ from kvferry.kernels.multi_layer_copy.kernel import DEFAULT_WINDOW
 
 _FLAGS = programs.own_flags()
 _REPEATS = flags.DEFINE_integer(
-    "repeats", 10, "Calls that are timed; the best counts.", flag_values=_FLAGS
+    "repeats", 15, "Calls that are timed; the median counts.", flag_values=_FLAGS
 )
 _WINDOW = flags.DEFINE_integer(
     "window", DEFAULT_WINDOW, "Layers in flight together, on TPU.", flag_values=_FLAGS
@@ -86,7 +86,7 @@ def measure(
       spec: the shapes.
       repeats: calls that are timed.
       window: layers in flight together (Pallas only).
-      large_pool_factor: also scatter into a pool this many times larger; 0: do not.
+      large_pool_factor: also use a pool this many times larger; 0: do not.
 
     Returns:
       One row per operation.
@@ -99,18 +99,20 @@ def measure(
     }
     if large_pool_factor:
         large_spec = dataclasses.replace(spec, pool_pages=large_pool_factor * spec.pool_pages)
-        runs[f"scatter, pool x {large_pool_factor}"] = _Pools(large_spec, window).scatter
+        large = _Pools(large_spec, window)
+        runs[f"scatter, pool x {large_pool_factor}"] = large.scatter
+        runs[f"gather, pool x {large_pool_factor}"] = large.gather
     baseline = bench_lib.copyto(spec.layers, spec.layer_bytes)
-    *seconds, baseline_seconds = bench_lib.best_seconds([*runs.values(), baseline], repeats)
+    *seconds, baseline_seconds = bench_lib.median_seconds([*runs.values(), baseline], repeats)
     return [
         bench_lib.Row(
             spec=spec.name,
             operation=operation,
             moved_bytes=spec.moved_bytes,
-            seconds=best,
+            seconds=median,
             baseline_seconds=baseline_seconds,
         )
-        for operation, best in zip(runs, seconds, strict=True)
+        for operation, median in zip(runs, seconds, strict=True)
     ]
 
 

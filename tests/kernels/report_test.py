@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from kvferry.kernels import aot, report
 from kvferry.kernels.aot import Figures
 from kvferry.kernels.multi_layer_copy import arg_specs
@@ -40,6 +42,18 @@ def test_equal_figures_share_a_row() -> None:
         "v4 v5e v5p v6e tpu7x | 1 | 0 | 100 % | 0 |",
     ]
     assert [report.is_good(line) for line in lines] == [False, True, True, True]
+
+
+def test_docs_keep_the_tables() -> None:
+    # The figures are asserted where they are compiled: the slow tests of aot_test.py.
+    docs = pathlib.Path(report.__file__).parents[1] / "docs" / "kernels.md"
+    text = docs.read_text(encoding="utf-8")
+    for labels, variants, lines in (
+        ("kernel | mesh", "layers", report.kernel_lines([1, 4, 32, 80])),
+        (report.LAYOUT_LABELS, "dtype", report.layout_lines()),
+    ):
+        _all_good(lines)
+        assert report.table(labels, variants, lines) in text
 
 
 def test_every_dtype_head_size_and_head_count_is_in_the_list() -> None:
