@@ -105,10 +105,10 @@ class Figures:
     array_copies: int
     seconds: float
 
-    def in_place(self, *, donates: bool) -> bool:
-        """Says whether the copy is one launch with nothing hidden around it."""
+    def in_place(self, *, donates: bool, launches: int = 1) -> bool:
+        """Says whether the copy is one launch (or so many) with nothing hidden around it."""
         return (
-            self.custom_calls == 1
+            self.custom_calls == launches
             and self.temporary_bytes == 0
             and self.array_copies == 0
             and (not donates or self.aliased_bytes == self.dest_bytes)

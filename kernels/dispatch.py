@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -76,6 +78,20 @@ def choose(
         raise NotImplementedError(f"{kernel}: {layout_problem}.")
     _warn_once(f"{kernel}: moving pages one by one with XLA, because {layout_problem}.")
     return "xla"
+
+
+@functools.lru_cache(maxsize=1)
+def libtpu_version() -> tuple[int, ...]:
+    """Returns the version of the installed TPU compiler, as numbers; large without one.
+
+    Without one there is nothing to compile for; a compiler that came by other ways than a package
+    is taken for a new one.
+    """
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return (1 << 30,)
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def xla_form(platform: str) -> Form:

@@ -15,10 +15,18 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvferry.kernels import memory
+from kvferry.kernels import dispatch, memory
 
 # DMAs in flight together, of any layer. One page each, so this hides the latency of one.
 DEFAULT_WINDOW = 8
+
+# Older compilers abort the process on a kernel with more than one output in host memory.
+_MANY_HOST_OUTPUTS = (0, 0, 49)
+
+
+def copies_to_host_by_layer() -> bool:
+    """Whether the installed libtpu needs one launch for each layer on the way to the host."""
+    return dispatch.libtpu_version() < _MANY_HOST_OUTPUTS
 
 
 def _host_space(interpret: bool | pltpu.InterpretParams) -> Any:
@@ -128,13 +136,20 @@ def copy_pages(
       interpret: simulate the kernel on the CPU.
 
     Returns:
-      The updated destinations.
+      The updated destinations. One launch for all layers; one for each layer on the way to the
+      host with a libtpu before 0.0.49.
     """
     num_layers = len(src_array)
     if to_host:
         src_array = memory.keep_in_hbm(src_array, interpret)
-    else:
-        dest_array = memory.keep_in_hbm(dest_array, interpret)
+        if num_layers > 1 and not interpret and copies_to_host_by_layer():
+            return [
+                layer
+                for src, dest in zip(src_array, dest_array, strict=True)
+                for layer in copy_pages(
+                    [src], [dest], page_ids, num_pages, to_host=True, window=window
+                )
+            ]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     host = pl.BlockSpec(memory_space=_host_space(interpret))
     src_spec, dest_spec = (hbm, host) if to_host else (host, hbm)

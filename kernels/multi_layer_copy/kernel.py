@@ -129,7 +129,8 @@ def copy_layers(
     """
     num_layers = len(src_array)
     num_scalars = len(chunks)
-    src_array, dest_array = (memory.keep_in_hbm(x, interpret) for x in (src_array, dest_array))
+    # Not the destinations: libtpu 0.0.42 refuses outputs that alias a pinned input.
+    src_array = memory.keep_in_hbm(src_array, interpret)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return list(
         pl.pallas_call(
@@ -176,7 +177,7 @@ def gather_layers(
     return list(
         pl.pallas_call(
             functools.partial(_gather_kernel, num_layers=num_layers),
-            out_shape=[pltpu.HBM((count, *x.shape[1:]), x.dtype) for x in src_array],
+            out_shape=[jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in src_array],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from kvferry.kernels.copy_to_host import copy_to_device, copy_to_host, gather_to_host
+from kvferry.kernels import dispatch
+from kvferry.kernels.copy_to_host import copy_to_device, copy_to_host, gather_to_host, kernel
 from kvferry.kernels.copy_to_host.plan import _compiled
 from kvferry.tests.kernels import oracle
 from kvferry.tests.kernels.oracle import Run
@@ -248,3 +250,18 @@ def test_kernel_needs_a_tpu() -> None:
         copy_to_host(_pool(1), _pool(1), implementation="mosaic_tpu")
     with pytest.raises(NotImplementedError, match="copy_to_device: the Pallas kernel needs a TPU"):
         copy_to_device([_pool(1)], [_pool(1)], [0], implementation="mosaic_tpu")
+
+
+@pytest.mark.parametrize(("version", "launches"), [("0.0.42", 3), ("0.0.48.1", 3), ("0.0.49", 1)])
+def test_old_compilers_get_one_launch_for_each_layer(
+    version: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    dispatch.libtpu_version.cache_clear()
+    pool, slot = [jnp.zeros((8, 16, 128))] * 3, [jnp.zeros((2, 16, 128))] * 3
+    for to_host, src, dest, count in ((True, pool, slot, launches), (False, slot, pool, 1)):
+        traced = jax.make_jaxpr(functools.partial(kernel.copy_pages, to_host=to_host))(
+            src, dest, jnp.zeros(2, jnp.int32), jnp.ones(1, jnp.int32)
+        )
+        assert str(traced).count("= pallas_call[") == count
+    dispatch.libtpu_version.cache_clear()
