@@ -19,8 +19,8 @@ INPUTS := pyproject.toml tools/setup_venv tools/find_python \
 PYTEST_FAST := -m pytest -m "not slow"
 PYTEST_SLOW := -m pytest -m slow
 
-.PHONY: help demo serve chat test test-all test-slow test-newest test-lowest bench kernels-report \
-        lint format build-files clean
+.PHONY: help demo serve chat test test-all test-slow test-newest test-lowest faults bench \
+        kernels-report lint format build-files clean
 
 help: ## this list
 	@echo 'kvferry: prefill and decode servers for LLMs on JAX, and the KV cache carried between them.'
@@ -63,6 +63,9 @@ test-newest: .venv312/.test ## the fast tests with the newest JAX (needs Python 
 test-lowest: .venv-lowest/.test ## the fast tests with the lowest versions that pyproject.toml allows
 	@.venv-lowest/bin/python $(PYTEST_FAST) $(ARGS)
 
+faults: $(VENV)/.test ## servers killed, stopped and cut off in every phase: prints docs/faults.md's table
+	@$(BIN)/python -m kvferry.tools.faults $(ARGS)
+
 lint: $(VENV)/.test .cache/src/kvferry ## ruff and mypy
 	@echo 'ruff'; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo 'mypy'; $(BIN)/mypy -p kvferry
@@ -70,6 +73,8 @@ lint: $(VENV)/.test .cache/src/kvferry ## ruff and mypy
 bench: $(VENV)/.test .venv-torch/.ready ## the speed table of the README, beside transformers on torch
 	@$(BIN)/python -m kvferry.bench.engine_bench --torch_python=.venv-torch/bin/python $(ARGS)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m kvferry.bench.pair_bench
+	@JAX_PLATFORMS=cpu $(BIN)/python -m kvferry.bench.transfer_bench
+	@JAX_PLATFORMS=cpu $(BIN)/python -m kvferry.bench.bootstrap_bench
 
 kernels-report: $(VENV)/.test ## what the copy kernels move, in bytes and GB/s
 	@$(BIN)/python -m kvferry.kernels.report $(ARGS)

@@ -9,6 +9,7 @@ The server keeps nothing on disk. After a restart it is empty, its clients notic
 the next heartbeat, and register again; look-ups wait that long before they are answered "none".
 """
 
+import collections
 import dataclasses
 
 from absl import logging
@@ -39,10 +40,11 @@ _MAX_PARKED = 65536
 _PARK_SECONDS = 30.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Parked:
     peer: bytes
     query: int
+    room: int
     until: float
 
 
@@ -71,10 +73,15 @@ class ZmqBootstrapServer(KVBootstrapServer):
         self._loop = loop or ControlLoop("kv-bootstrap")
         self._tally = Tally()
         self._server_id = new_instance_id()
-        clock = self._loop.clock
-        self._registry = InstanceRegistry(self._options.peer_timeout_seconds, clock)
+        # A lease does not run out while this process is stopped: the heartbeats of that time are
+        # read afterwards, and those of a prefill server in this very process never came.
+        self._registry = InstanceRegistry(
+            self._options.peer_timeout_seconds, lambda: self._loop.awake_seconds
+        )
+        # Look-ups that wait, by room, and all of them in the order in which they will be given up:
+        # neither an announcement nor the clock looks at those of other rooms.
         self._parked: dict[int, list[_Parked]] = {}
-        self._num_parked = 0
+        self._queue: collections.OrderedDict[_Parked, None] = collections.OrderedDict()
         self._grace_until = 0.0
         self._timer: Timer | None = None
         self._channel = ServerChannel(
@@ -123,7 +130,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
         return {
             "bootstrap_instances": self._registry.num_instances,
             "bootstrap_rooms": self._registry.num_rooms,
-            "bootstrap_parked": self._num_parked,
+            "bootstrap_parked": len(self._queue),
             **{f"bootstrap_{name}": total for name, total in self._tally.snapshot().items()},
         }
 
@@ -170,8 +177,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
             return
         lease_seconds = self._registry.lease_seconds
         self._channel.send(peer, Registered(server_id=self._server_id, lease_seconds=lease_seconds))
-        for room in list(self._parked):
-            self._answer_parked(room)
+        self._answer_all()
 
     def _look_up(self, peer: bytes, lookup: Lookup) -> None:
         instance = self._registry.find(lookup.room, lookup.instance_id, only=self.settled)
@@ -183,15 +189,15 @@ class ZmqBootstrapServer(KVBootstrapServer):
             self._channel.send(peer, LookupReply(query=lookup.query, reason=reason))
         elif self._registry.num_instances == 0 and now >= self._grace_until:
             self._channel.send(peer, LookupReply(query=lookup.query, reason=self._none()))
-        elif self._num_parked >= _MAX_PARKED:
+        elif len(self._queue) >= _MAX_PARKED:
             reason = f"{_MAX_PARKED} look-ups are waiting already"
             self._channel.send(peer, LookupReply(query=lookup.query, reason=reason))
         else:
             # Several instances and none of them has the room yet, or this server has just started.
-            none_yet = self._registry.num_instances == 0
-            until = self._grace_until if none_yet else max(self._grace_until, now + _PARK_SECONDS)
-            self._parked.setdefault(lookup.room, []).append(_Parked(peer, lookup.query, until))
-            self._num_parked += 1
+            until = max(self._grace_until, now + _PARK_SECONDS)
+            parked = _Parked(peer, lookup.query, lookup.room, until)
+            self._parked.setdefault(lookup.room, []).append(parked)
+            self._queue[parked] = None
 
     @property
     def settled(self) -> bool:
@@ -206,32 +212,37 @@ class ZmqBootstrapServer(KVBootstrapServer):
         return f"no prefill server is registered with the bootstrap server {where}"
 
     def _answer_parked(self, room: int) -> None:
+        if room not in self._parked:
+            return
         instance = self._registry.find(room, only=self.settled)
         if instance is None:
             return
         for parked in self._parked.pop(room, []):
-            self._num_parked -= 1
+            del self._queue[parked]
             self._channel.send(parked.peer, LookupReply(query=parked.query, instance=instance))
+
+    def _answer_all(self) -> None:
+        """Answers all that wait, if there is nothing to choose from: one instance, or none."""
+        if not self.settled or self._registry.num_instances > 1:
+            return
+        for room in list(self._parked):
+            self._answer_parked(room)
+        while self._queue:
+            self._give_up(next(iter(self._queue)), self._none())
+
+    def _give_up(self, parked: _Parked, reason: str) -> None:
+        del self._queue[parked]
+        waiting = self._parked[parked.room]
+        waiting.remove(parked)
+        if not waiting:
+            del self._parked[parked.room]
+        self._channel.send(parked.peer, LookupReply(query=parked.query, reason=reason))
 
     def _expire(self) -> None:
         for instance in self._registry.expire():
             where = host_port(instance.host, instance.side_channel_port)
             logging.warning("prefill server %s: lease over, dropped", where)
+        self._answer_all()
         now = self._loop.clock()
-        if self.settled and self._registry.num_instances == 1:
-            for room in list(self._parked):
-                self._answer_parked(room)
-        for room, waiting in list(self._parked.items()):
-            over = [parked for parked in waiting if parked.until <= now]
-            for parked in over:
-                if self._registry.num_instances == 0:
-                    reason = self._none()
-                else:
-                    reason = f"no prefill server has announced room {room}"
-                self._channel.send(parked.peer, LookupReply(query=parked.query, reason=reason))
-            self._num_parked -= len(over)
-            left = [parked for parked in waiting if parked.until > now]
-            if left:
-                self._parked[room] = left
-            else:
-                del self._parked[room]
+        while self._queue and (oldest := next(iter(self._queue))).until <= now:
+            self._give_up(oldest, f"no prefill server has announced room {oldest.room}")

@@ -5,7 +5,8 @@
 
 Needed only when several prefill servers share one address for this: a prefill server without
 --bootstrap_host runs a bootstrap server of its own. It keeps nothing on disk; after a restart the
-prefill servers register again by themselves.
+prefill servers register again by themselves. Beyond loopback all of them need the same
+--curve_key_file; `python -m kvferry.keys DIR` makes it.
 """
 
 import signal
@@ -16,9 +17,16 @@ from collections.abc import Sequence
 from absl import app, flags, logging
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
-from kvferry.control.security import InsecureBindError, PortInUseError
+from kvferry.control.keys import CURVE_KEY_FILE_HELP, read_keys
+from kvferry.control.security import host_port
+from kvferry.control.side_channel import ChannelOptions
 
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Numeric address to listen on.")
+_HOST = flags.DEFINE_string(
+    "host",
+    "127.0.0.1",
+    "Numeric address to listen on. Other than loopback it needs --curve_key_file.",
+)
+_CURVE_KEY_FILE = flags.DEFINE_string("curve_key_file", None, CURVE_KEY_FILE_HELP)
 # How soon a supervisor learns that the server's thread has ended.
 _WATCH_SECONDS = 1.0
 
@@ -41,13 +49,14 @@ def main(argv: Sequence[str]) -> None:
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
-    server = ZmqBootstrapServer(_HOST.value, _PORT.value)
     try:
+        keys = read_keys(_CURVE_KEY_FILE.value) if _CURVE_KEY_FILE.value else None
+        server = ZmqBootstrapServer(_HOST.value, _PORT.value, options=ChannelOptions(keys=keys))
         server.start()
-    except (PortInUseError, InsecureBindError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    logging.info("bootstrap server ready on %s:%d", _HOST.value, _PORT.value)
+    logging.info("bootstrap server ready on %s", host_port(_HOST.value, _PORT.value))
     while server.failure is None and not stopping.wait(_WATCH_SECONDS):
         pass
     failure = server.failure

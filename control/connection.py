@@ -239,7 +239,8 @@ class KVReceiver(abc.ABC):
         """Scatters what has arrived into the reserved pages, and acknowledges. Step thread only.
 
         Returns:
-            Chunks committed by this call. No chunk is committed after a terminal state.
+            Chunks taken by this call; none after a terminal state. With `VerifiedPages` their
+            check is still under way, and `on_event` is called after it.
         """
 
     @abc.abstractmethod
@@ -276,6 +277,11 @@ class KVManager(abc.ABC):
     @abc.abstractmethod
     def failure(self) -> str | None:
         """Why transfers can no longer work in this process, or None. For the process's health."""
+
+    @property
+    @abc.abstractmethod
+    def not_ready(self) -> str | None:
+        """Why no peer can reach this process for now, or None. It may change by itself."""
 
     @abc.abstractmethod
     def open_sender(self, room: int) -> KVSender:

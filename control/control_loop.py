@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import zmq
-from absl import logging
+
+from kvferry.control.thread_boundary import run_guarded
 
 _LINGER_MS = 300
 _MAX_SLEEP_SECONDS = 1.0
@@ -230,22 +231,15 @@ class ControlLoop:
             pass
 
     def _run(self) -> None:
-        # The one broad handler of the package: a control thread that dies unseen leaves every later
-        # request hanging. Its failure is kept, logged and told to whoever asked.
-        try:
-            self._loop()
-        except BaseException as error:
-            self._failure = error
-            logging.exception("control loop %s died", self.name)
-        finally:
-            self._ended = True
-            if self._failure is not None:
-                for action in self._on_failure:
-                    action()
-            self._handlers.clear()
-            self.context.destroy(linger=_LINGER_MS)
-            for end in self._wake_pair or ():
-                end.close()
+        self._failure = run_guarded(self._loop, f"control loop {self.name}")
+        self._ended = True
+        if self._failure is not None:
+            for action in self._on_failure:
+                action()
+        self._handlers.clear()
+        self.context.destroy(linger=_LINGER_MS)
+        for end in self._wake_pair or ():
+            end.close()
 
     def _loop(self) -> None:
         assert self._wake_pair is not None

@@ -111,8 +111,10 @@ class DecodeScheduler(Scheduler):
                     prompt_tokens=leg.seq.prompt_len,
                     extra={PROMPT_DIGEST: prompt_digest(leg.seq.request.prompt_ids)},
                 )
-        elif leg.receiver.commit() and leg.receiver.poll() is KVPoll.Success:
-            self._join(leg)
+        else:
+            leg.receiver.commit()
+            if leg.receiver.poll() is KVPoll.Success:
+                self._join(leg)
 
     def _join(self, leg: _Leg) -> None:
         seq, metadata = leg.seq, leg.receiver.metadata

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvferry.control.connection import TransferFailure
 from kvferry.control.decode_rooms import Arrived, DecodeRooms, Receiver
 from kvferry.control.discovery import Discovery
-from kvferry.control.engines.base import TransferError
+from kvferry.control.engines.base import Pull, TransferError, TransferTimeoutError
 from kvferry.control.kv_poll import KVPoll
 from kvferry.control.messages import (
     Instance,
@@ -25,6 +25,8 @@ from kvferry.control.messages import (
 from kvferry.control.peer import PeerContext, PrefillPeer
 
 _PULL_POLL_SECONDS = 0.05
+# A backstop only: a pull that brings nothing ends long before.
+_PULL_SECONDS = 3600.0
 _GRACE_SECONDS = 0.1
 
 
@@ -195,7 +197,10 @@ class DecodeDesk:
     def _receiver(self, peer: PrefillPeer, transfer_id: int) -> Receiver | None:
         receiver = self._manager.receivers.get(transfer_id)
         if receiver is None or receiver.peer is not peer:
-            self._manager.tally.add("ignored_unknown_transfer")
+            ours = self._manager.ids.owns(transfer_id)
+            self._manager.tally.add(
+                "ignored_unknown_transfer" if ours else "ignored_stale_generation"
+            )
             return None
         return receiver
 
@@ -235,7 +240,7 @@ class DecodeDesk:
         started = time.monotonic()
         address = peer.instance.engine.address
 
-        def on_error(error: Exception) -> None:
+        def on_error(error: BaseException) -> None:
             self._manager.fail(receiver, TransferFailure(f"the pull failed: {error!r}", 500))
 
         if not self._manager.workers.submit(
@@ -258,13 +263,9 @@ class DecodeDesk:
             self._manager.fail(receiver, TransferFailure(reason, 500))
             return
         try:
-            pull = self._manager.engine.pull(
-                address, chunk.key, specs, self._manager.options.pull_timeout_seconds
-            )
-            while not pull.wait(_PULL_POLL_SECONDS):
-                if receiver.poll().terminal:
-                    pull.cancel()
-                    return
+            pull = self._manager.engine.pull(address, chunk.key, specs, _PULL_SECONDS)
+            if not self._wait(pull, receiver):
+                return
             arrays = pull.result()
         except TransferError as error:
             failure = TransferFailure(f"room {receiver.room}: {error}", 503)
@@ -278,6 +279,26 @@ class DecodeDesk:
             receiver.pull_seconds += time.monotonic() - started
             receiver.arrived[chunk.sequence] = Arrived(chunk, arrays, num_bytes)
         self._manager.on_event()
+
+    def _wait(self, pull: Pull, receiver: Receiver) -> bool:
+        """Waits for a pull as long as data arrives; returns False if its room has ended.
+
+        Raises:
+            TransferTimeoutError: If nothing arrives for the pull timeout.
+        """
+        limit = self._manager.options.pull_timeout_seconds
+        progress, since = pull.progress, time.monotonic()
+        while not pull.wait(_PULL_POLL_SECONDS):
+            if receiver.poll().terminal:
+                pull.cancel()
+                return False
+            if pull.progress != progress:
+                progress, since = pull.progress, time.monotonic()
+                receiver.mark_progress()
+            elif time.monotonic() - since > limit:
+                pull.cancel()
+                raise TransferTimeoutError(f"the pull has brought nothing for {limit:g} s")
+        return True
 
 
 def _chunk_problem(receiver: Receiver, chunk: KVChunk) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from absl import logging
 
 from kvferry.control.connection import KVPages, KVReceiver, PageRequest, TransferFailure
@@ -20,11 +21,14 @@ from kvferry.control.kv_poll import KVPoll
 from kvferry.control.leg import Leg, check_extra, sendable
 from kvferry.control.messages import KVChunk, KVChunkDone, KVMetadata, Message
 from kvferry.control.peer import PrefillPeer
+from kvferry.control.verified_pages import VerifiedPages
 from kvferry.control.workers import WorkerPool
 from kvferry.control.zmq_manager import ControlOptions, ZmqManager
 
 _MAX_QUEUED_PULLS = 65536
 _MAX_QUEUED_NAMES = 1024
+# A name server that does not answer holds a thread for many seconds; the other names go past it.
+_RESOLVERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Receiver(Leg, KVReceiver):
         self.arrived: dict[int, Arrived] = {}
         self.num_committed = 0
         self._last_metadata: KVMetadata | None = None
+
+    @property
+    def waits_for_pulls(self) -> bool:
+        """Whether chunks are announced that have not arrived."""
+        return self.next_sequence > self.num_committed + len(self.arrived)
 
     @property
     def metadata(self) -> KVMetadata | None:
@@ -100,12 +109,19 @@ class Receiver(Leg, KVReceiver):
             self.arrived.clear()
             wanted = self.wanted
         assert wanted is not None  # Chunks are only taken after the request.
+        checks: list[jax.Array] = []
+        pool = self._manager.pages
         for each in arrived:
             start = each.chunk.first_page - wanted.first_page
             pages = self.page_ids[start : start + each.chunk.num_pages]
             if pages:
-                self._manager.pages.scatter(each.arrays, pages)
-        self._manager.committed(self, arrived)
+                pool.scatter(each.arrays, pages)
+                if isinstance(pool, VerifiedPages):
+                    checks.append(pool.check(each.arrays, pages))
+        if checks:
+            self._manager.verify(self, arrived, checks)
+        else:
+            self._manager.committed(self, arrived)
         return len(arrived)
 
     def note_committed_locked(self, arrived: Sequence[Arrived]) -> bool:
@@ -143,16 +159,17 @@ class DecodeRooms(ZmqManager):
     ) -> None:
         super().__init__(options, layout, pages, engine, on_event=on_event, loop=loop)
         self.workers = WorkerPool("kv-pull", options.pull_workers, _MAX_QUEUED_PULLS)
-        self.resolver = WorkerPool("kv-resolve", 1, _MAX_QUEUED_NAMES)
+        self.resolver = WorkerPool("kv-resolve", _RESOLVERS, _MAX_QUEUED_NAMES)
         self.receivers: dict[int, Receiver] = {}  # By transfer id.
         self.rooms: set[int] = set()
 
     def committed(self, receiver: Receiver, arrived: Sequence[Arrived]) -> None:
-        """Records scattered chunks and acknowledges them. Step thread."""
+        """Records scattered chunks and acknowledges them. On the step thread, or a worker's."""
         with self.lock:
             done = receiver.note_committed_locked(arrived)
             if done:
                 self.remove_locked(receiver)
+        self.tally.add("chunks_received", len(arrived))
         self.tally.add("bytes_received", sum(each.num_bytes for each in arrived))
         if done:
             self.tally.add("transfers_ok")
@@ -165,6 +182,32 @@ class DecodeRooms(ZmqManager):
             for each in arrived
         ]
         self.post_messages(receiver, messages)
+
+    def verify(
+        self, receiver: Receiver, arrived: Sequence[Arrived], checks: Sequence[jax.Array]
+    ) -> None:
+        """Records scattered chunks once a worker thread has seen that they are what was sent."""
+
+        def job() -> None:
+            wrong = sorted({int(layer) for check in checks for layer in np.flatnonzero(~check)})
+            if wrong:
+                self.tally.add("corrupt_chunks")
+                reason = (
+                    f"room {receiver.room}: pages arrived with other contents than were sent, in"
+                    f" {len(wrong)} layers, the first is {wrong[0]}"
+                )
+                logging.error("%s", reason)
+                self.fail(receiver, TransferFailure(reason, 500))
+                return
+            self.committed(receiver, arrived)
+            self.on_event()
+
+        def on_error(error: BaseException) -> None:
+            self.fail(receiver, TransferFailure(f"checking the pages failed: {error!r}", 500))
+
+        if not self.workers.submit(job, on_error):
+            failure = TransferFailure("too many pulls are waiting in the decode server", 503)
+            self.fail(receiver, failure)
 
     def fail(self, receiver: Receiver, failure: TransferFailure, *, tell: bool = True) -> None:
         """Ends a receiver. Any thread; only the first call counts.

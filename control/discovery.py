@@ -5,7 +5,8 @@ One connection per bootstrap server, kept while it lives. Each room is looked up
 on the room when several prefill servers register in one place. Nothing is remembered beyond the
 connection, so a bootstrap server that has moved or restarted cannot be asked by mistake.
 
-Everything runs on the control loop's thread, but for resolving names.
+Everything runs on the control loop's thread, but for resolving names. Numeric addresses need none
+of that, and never wait for a name. A name's addresses are tried in turn until one answers.
 """
 
 import dataclasses
@@ -14,10 +15,14 @@ from collections.abc import Callable
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.messages import Instance, Lookup, LookupReply, Message, Refused
-from kvferry.control.security import check_advertise, host_port, resolve
+from kvferry.control.security import check_advertise, host_port, known_addresses, resolve
 from kvferry.control.side_channel import ChannelOptions, ClientChannel
 from kvferry.control.tally import Tally
 from kvferry.control.workers import WorkerPool
+
+_RESOLVE_SECONDS = 5.0
+# Requests name the servers, so their number has to be bounded. Each takes two ZMQ sockets.
+_MAX_SERVERS = 128
 
 OnFound = Callable[[Instance], None]
 OnMissing = Callable[[str], None]
@@ -37,12 +42,31 @@ class _Server:
         self.owner = owner
         self.host = host
         self.port = port
+        self.addresses: list[str] = []  # Not yet tried.
         self.waiting: list[_Query] = []  # Until the connection stands.
         self.asked: dict[int, _Query] = {}
         self.numbers = itertools.count(1)
-        self.channel = ClientChannel(
-            owner.loop, owner.tally, owner.options, self.flush, self.take, self.end
+        self.resolved = self.ended = False
+        self.channel = self.new_channel()
+
+    def new_channel(self) -> ClientChannel:
+        owner = self.owner
+        return ClientChannel(
+            owner.loop, owner.tally, owner.options, self.flush, self.take, self.down
         )
+
+    def connect(self, addresses: list[str]) -> None:
+        self.resolved = True
+        if not self.ended:
+            self.addresses = addresses
+            self.channel.open(self.addresses.pop(0), self.port)
+
+    def down(self, reason: str) -> None:
+        if not self.addresses:
+            self.end(reason)
+            return
+        self.channel = self.new_channel()
+        self.channel.open(self.addresses.pop(0), self.port)
 
     def ask(self, query: _Query) -> None:
         if not self.channel.up:
@@ -53,6 +77,7 @@ class _Server:
         self.channel.send(Lookup(query=number, room=query.room))
 
     def flush(self) -> None:
+        self.addresses.clear()  # This one answers.
         waiting, self.waiting = self.waiting, []
         for query in waiting:
             self.ask(query)
@@ -73,6 +98,9 @@ class _Server:
                 self.owner.tally.add("ignored_unexpected")
 
     def end(self, reason: str) -> None:
+        if self.ended:
+            return
+        self.ended = True
         self.owner.forget(self)
         self.channel.close()
         queries = [*self.waiting, *self.asked.values()]
@@ -116,9 +144,14 @@ class Discovery:
                 within the lifetime of the connection.
         """
         query = _Query(room, on_found, on_missing)
+        known = known_addresses(host)
+        host = known[0] if len(known) == 1 else host  # One form of it, so one connection.
         server = self._servers.get((host, port))
         if server is not None:
             server.ask(query)
+            return
+        if len(self._servers) >= _MAX_SERVERS and not self._drop_idle():
+            on_missing(f"{_MAX_SERVERS} bootstrap servers are in use, which is the limit")
             return
         server = _Server(self, host, port)
         server.waiting.append(query)
@@ -144,18 +177,42 @@ class Discovery:
         for server in list(self._servers.values()):
             server.end("this server is shutting down")
 
+    def _drop_idle(self) -> bool:
+        for server in self._servers.values():
+            if not server.waiting and not server.asked:
+                server.end("not in use")
+                return True
+        return False
+
     def _connect(self, server: _Server) -> None:
+        known = known_addresses(server.host)
+        if known:
+            server.connect(known)
+            return
+
         def job() -> None:
+            if server.ended:
+                return  # Waited too long for other names.
             try:
-                address = resolve(server.host)
+                addresses = resolve(server.host)
             except OSError as error:
-                reason = f"host name {server.host!r} cannot be resolved: {error}"
+                reason = str(error)
                 self.loop.post(lambda: server.end(reason))
                 return
-            self.loop.post(lambda: server.channel.open(address, server.port))
+            self.loop.post(lambda: server.connect(addresses))
 
-        def on_error(error: Exception) -> None:
+        def on_error(error: BaseException) -> None:
             self.loop.post(lambda: server.end(f"resolving {server.host!r} failed: {error!r}"))
 
-        if not self._resolver.submit(job, on_error):
+        if self._resolver.submit(job, on_error):
+            self.loop.call_later(_RESOLVE_SECONDS, lambda: self._check_resolved(server))
+        else:
             server.end("too many host names are being resolved")
+
+    def _check_resolved(self, server: _Server) -> None:
+        if not server.resolved:
+            others = self._resolver.pending - 1
+            server.end(
+                f"host name {server.host!r} was not resolved in {_RESOLVE_SECONDS:g} s, with"
+                f" {max(0, others)} others waiting; name the server by its address"
+            )

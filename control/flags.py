@@ -11,6 +11,8 @@ import os
 
 from absl import flags
 
+from kvferry.control.keys import CURVE_KEY_FILE_HELP
+
 _MAX_PORT = 65535
 
 
@@ -36,8 +38,9 @@ _HOST = flags.DEFINE_string(
     "host",
     "127.0.0.1",
     "Address to listen on, also the one peers are told to come to. Numeric, and never a wildcard:"
-    " a peer cannot connect to 0.0.0.0.",
+    " a peer cannot connect to 0.0.0.0. Other than loopback it needs --curve_key_file.",
 )
+_CURVE_KEY_FILE = flags.DEFINE_string("curve_key_file", None, CURVE_KEY_FILE_HELP)
 _PORT = flags.DEFINE_integer(
     "port",
     None,
@@ -90,8 +93,11 @@ _KV_TRANSFER_CHANNELS = flags.DEFINE_integer(
 _TRANSFER_ENGINE = flags.DEFINE_string(
     "transfer_engine",
     "jax",
-    "How KV pages travel: jax (jax.experimental.transfer), tcp (plain streams), or the name under"
-    " which an installed package has registered another (control/engines/base.py).",
+    "How KV pages travel; the same on both sides. jax: jax.experimental.transfer. tcp: plain"
+    " streams. zmq: ZMQ, the one that --curve_key_file encrypts. shm: shared memory, within one"
+    " host. auto: shm for peers on this host, else jax on an accelerator and tcp on CPU. Or the"
+    " name of an engine that an installed package brings (control/engines/base.py,"
+    " examples/filedrop).",
 )
 _TRANSFER_CHUNK_BYTES = flags.DEFINE_integer(
     "transfer_chunk_bytes",
@@ -109,11 +115,18 @@ _ENABLE_D2H_STAGING = flags.DEFINE_bool(
     " device memory early. Pages then travel in pieces of at most 32; there are four slots of each"
     " size.",
 )
+_VERIFY_KV = flags.DEFINE_bool(
+    "verify_kv",
+    False,
+    "Checksum KV pages from the prefill server's gather to the decode server's pool; a request"
+    " whose pages differ fails with 500. The same on both sides. Costs two more passes over the"
+    " pages.",
+)
 _PULL_TIMEOUT_SECONDS = flags.DEFINE_float(
     "pull_timeout_seconds",
     30.0,
-    "A pull of KV pages fails after this long, and a hand-over after twice this long (at least"
-    " 60 s) without any progress.",
+    "A pull of KV pages fails when it brings nothing for this long, and a hand-over after twice"
+    " this long (at least 60 s) without any progress.",
     lower_bound=0.1,
 )
 _PEER_TIMEOUT_SECONDS = flags.DEFINE_float(
@@ -183,6 +196,7 @@ class ServerOptions:
     model_path: str
     served_model_name: str | None
     host: str
+    curve_key_file: str | None
     port: int
     bootstrap_host: str | None
     bootstrap_port: int
@@ -193,6 +207,7 @@ class ServerOptions:
     transfer_chunk_bytes: int
     max_parallel_copies: int
     enable_d2h_staging: bool
+    verify_kv: bool
     pull_timeout_seconds: float
     peer_timeout_seconds: float
     dtype: str
@@ -228,6 +243,7 @@ def read_options(default_mode: Mode, default_port: int) -> ServerOptions:
         model_path=_MODEL_PATH.value,
         served_model_name=_SERVED_MODEL_NAME.value,
         host=_HOST.value,
+        curve_key_file=_CURVE_KEY_FILE.value,
         port=_PORT.value or default_port,
         bootstrap_host=_BOOTSTRAP_HOST.value,
         bootstrap_port=_BOOTSTRAP_PORT.value,
@@ -238,6 +254,7 @@ def read_options(default_mode: Mode, default_port: int) -> ServerOptions:
         transfer_chunk_bytes=_TRANSFER_CHUNK_BYTES.value,
         max_parallel_copies=_MAX_PARALLEL_COPIES.value,
         enable_d2h_staging=_ENABLE_D2H_STAGING.value,
+        verify_kv=_VERIFY_KV.value,
         pull_timeout_seconds=_PULL_TIMEOUT_SECONDS.value,
         peer_timeout_seconds=_PEER_TIMEOUT_SECONDS.value,
         dtype=_DTYPE.value,

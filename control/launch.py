@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, logging
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
-from kvferry.control.connection import KVManager
+from kvferry.control.connection import KVManager, KVPages
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.decode import DecodeScheduler
 from kvferry.control.engines.base import EngineOptions, EngineStartError
@@ -25,10 +25,19 @@ from kvferry.control.engines.ports import claim_port
 from kvferry.control.engines.registry import create_engine
 from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.flags import Mode, ServerOptions, read_options
+from kvferry.control.keys import read_keys
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.prefill import PrefillScheduler
 from kvferry.control.progress import CompileProgress
-from kvferry.control.security import PortInUseError, check_bind
+from kvferry.control.security import (
+    CurveKeys,
+    PortInUseError,
+    check_advertise,
+    check_bind,
+    host_port,
+)
+from kvferry.control.side_channel import ChannelOptions
+from kvferry.control.verified_pages import VerifiedPages
 from kvferry.control.zmq_connection import ControlOptions, create_manager
 from kvferry.engine.attention_plan import Family
 from kvferry.engine.errors import ModelError
@@ -120,14 +129,18 @@ def run_server(options: ServerOptions) -> int:
             logging.debug("start failed", exc_info=True)
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
-        logging.info("%s ready on http://%s:%d", options.mode.value, options.host, options.port)
+        where = host_port(options.host, options.port)
+        logging.info("%s ready on http://%s", options.mode.value, where)
         serve(create_app(service), service, listener, drain_seconds=options.drain_seconds)
     return 0
 
 
 def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service, socket.socket]:
+    keys = None
     if options.mode is not Mode.NULL:
-        check_bind(options.host, keys=None)
+        keys = read_keys(options.curve_key_file) if options.curve_key_file else None
+        check_bind(options.host, keys)
+        check_advertise(options.host)
     listener = stack.enter_context(listen(options.host, options.port))
     answers = StartingAnswers(listener, "loading the model")
     stack.callback(answers.close)
@@ -138,7 +151,9 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
         stack.callback(loop.stop)
     if options.mode is Mode.PREFILL and options.bootstrap_host is None:
         assert loop is not None
-        bootstrap = ZmqBootstrapServer(options.host, options.bootstrap_port, loop=loop)
+        bootstrap = ZmqBootstrapServer(
+            options.host, options.bootstrap_port, options=ChannelOptions(keys=keys), loop=loop
+        )
         bootstrap.start()
         stack.callback(bootstrap.stop)
     model, runner = _load(options)
@@ -155,16 +170,19 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
         answers.reason = f"compiling {done}/{total}"
         show(done, total, label)
 
+    copies = _COPIES[options.mode]
+    if options.verify_kv and options.mode is Mode.DECODE:
+        copies = (*copies, "gather")  # Pages are read back to be checked.
     runner.warm_up(
         progress,
         families=_FAMILIES[options.mode],
-        copies=_COPIES[options.mode],
+        copies=copies,
         on_logits=scheduler.sampler.warm_up,
     )
     pair = None
     if isinstance(scheduler, PrefillScheduler | DecodeScheduler):
         assert loop is not None
-        pair = _connect(options, model, runner, scheduler, loop)
+        pair = _connect(options, keys, model, runner, scheduler, loop)
         stack.callback(pair.manager.stop)
     scheduler.start()
     stack.callback(scheduler.stop)
@@ -233,6 +251,7 @@ def _mesh(size: int) -> jax.sharding.Mesh | None:
 
 def _connect(
     options: ServerOptions,
+    keys: CurveKeys | None,
     model: LoadedModel,
     runner: ModelRunner,
     scheduler: PrefillScheduler | DecodeScheduler,
@@ -246,14 +265,19 @@ def _connect(
             channels=options.kv_transfer_channels,
             chunk_bytes=options.transfer_chunk_bytes,
             parallel_copies=options.max_parallel_copies,
+            keys=keys,
         ),
     )
     most = max(1, _CHUNK_BYTES // runner.pool.page_bytes)
     if options.enable_d2h_staging:
         most = min(most, _STAGED_PAGES)
     sizes = [size for size in runner.pool.buckets if size <= most]
+    pages: KVPages = runner.pool
+    if options.verify_kv:
+        pages = VerifiedPages(runner.pool)
+        pages.warm_up(sizes)
     if options.enable_d2h_staging and options.mode is Mode.PREFILL:
-        page_specs = [runner.pool.specs(size) for size in sizes]
+        page_specs = [pages.specs(size) for size in sizes]
         engine = StagingEngine(engine, page_specs, _STAGING_SLOTS)
     control = ControlOptions(
         host=options.host,
@@ -266,12 +290,13 @@ def _connect(
         # Longer than a pull may take, or a slow link would look like no progress.
         progress_timeout_seconds=max(_PROGRESS_SECONDS, 2 * options.pull_timeout_seconds),
         max_published_bytes=_PUBLISHED_BYTES,
+        keys=keys,
     )
     manager = create_manager(
         "prefill" if options.mode is Mode.PREFILL else "decode",
         options=control,
         layout=_layout(model, runner),
-        pages=runner.pool,
+        pages=pages,
         engine=engine,
         on_event=scheduler.wake,
         loop=loop,
@@ -366,6 +391,10 @@ def _service(
                 manager.open_receiver(bootstrap.host, port, bootstrap.room).abort(reason)
 
     hooks = ServiceHooks(
-        health_checks=[lambda: manager.failure], collect=collect, refused=refused, state=state
+        fault_checks=[lambda: manager.failure],
+        ready_checks=[lambda: manager.not_ready],
+        collect=collect,
+        refused=refused,
+        state=state,
     )
     return Service(scheduler, model.tokenizer, service_options, hooks)

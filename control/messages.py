@@ -272,7 +272,6 @@ class KVChunk(_Message, frozen=True):
         leaves: The arrays as published, from which D builds what it pulls into.
         last: Whether this is the last chunk.
         metadata: With the last chunk.
-        digests: Checksums of the leaves; empty when not computed.
     """
 
     transfer_id: Id
@@ -283,7 +282,6 @@ class KVChunk(_Message, frozen=True):
     leaves: Annotated[list[Leaf], msgspec.Meta(max_length=65536)] = []
     last: bool = False
     metadata: KVMetadata | None = None
-    digests: Annotated[list[int], msgspec.Meta(max_length=65536)] = []
 
 
 class KVChunkDone(_Message, frozen=True):

@@ -52,7 +52,8 @@ def check_fit(prefill: Instance, decode: Instance) -> None:
     if prefill.engine.name != decode.engine.name:
         raise LayoutMismatchError("transfer engine", prefill.engine.name, decode.engine.name)
     ours, theirs = prefill.engine.settings, decode.engine.settings
-    for name in sorted({*ours, *theirs}):
+    # How arrays are cut comes last: another setting may be the cause.
+    for name in sorted({*ours, *theirs}, key=lambda name: (name == "shards", name)):
         if ours.get(name) != theirs.get(name):
             label = f"transfer engine setting {name}"
             raise LayoutMismatchError(label, ours.get(name), theirs.get(name))
@@ -197,7 +198,7 @@ class PrefillPeer:
         if not self._context.workers.submit(lambda: self._pull_canary(welcome), self._on_fault):
             self.end("too many pulls are waiting in this decode server")
 
-    def _on_fault(self, error: Exception) -> None:
+    def _on_fault(self, error: BaseException) -> None:
         reason = f"checking the data path failed: {error!r}"
         self._context.loop.post(lambda: self.end(reason, 500))
 

@@ -5,7 +5,8 @@ A request goes through four stages, each a queue of its own:
 
 1. BOOTSTRAP: waits until the decode server asks for the pages. Asking means that it has reserved
    room for them: that is the credit on which this server works, so nothing is computed before.
-2. PREFILL: in the engine's own queue, then computed in chunks like any prompt.
+2. PREFILL: in the engine's own queue, then computed in chunks like any prompt. Pages that are
+   complete leave while the next chunk is computed.
 3. HAND_OVER: computed; waits while too many bytes are published already (back-pressure).
 4. IN_FLIGHT: gathered and published, its pages are back in the pool; answers its HTTP request with
    its one token when the decode server has acknowledged.
@@ -149,16 +150,24 @@ class PrefillScheduler(Scheduler):
         leg.stage = _Stage.PREFILL
         self.enqueue(seq)
 
+    def on_prefill_chunk(self, seq: Sequence) -> None:
+        """Hands over the pages that are complete, unless a computed prompt waits for that room."""
+        if not self._somebody_waits_to_send():
+            # A page may be there again after a preemption; it is sent once.
+            self._send(self._legs[seq.ticket], seq.num_computed // self.runner.pool.page_size)
+
     def on_prefill_done(self, seq: Sequence, token: SampledToken) -> None:
         """Takes the computed prompt out of the engine and hands it over."""
         leg = self._legs[seq.ticket]
+        may_send = not self._somebody_waits_to_send()
         leg.token = token
         leg.stage = _Stage.HAND_OVER
         self.hold(seq)
-        if not any(
-            other.stage is _Stage.HAND_OVER for other in self._legs.values() if other is not leg
-        ):
+        if may_send:
             self._hand_over(leg)
+
+    def _somebody_waits_to_send(self) -> bool:
+        return any(leg.stage is _Stage.HAND_OVER for leg in self._legs.values())
 
     def _hand_over(self, leg: _Leg) -> None:
         seq, token, wanted = leg.seq, leg.token, leg.sender.request
@@ -171,23 +180,33 @@ class PrefillScheduler(Scheduler):
             first_token_logprob=None if logprob is None else logprob.logprob,
             top_logprobs=[] if logprob is None else list(logprob.top),
         )
-        end = wanted.first_page + wanted.num_pages
-        while True:
-            start = wanted.first_page + leg.pages_sent
-            stop = end if self._max_chunk_pages is None else min(end, start + self._max_chunk_pages)
-            last = stop == end
-            taken = leg.sender.send(
-                seq.pages[start:stop], last=last, metadata=metadata if last else None
-            )
-            if not taken:
-                return  # Too much is published, or the leg failed: the next poll tells which.
-            leg.pages_sent += stop - start
-            if last:
-                break
+        if not self._send(leg, wanted.first_page + wanted.num_pages, metadata):
+            return  # Too much is published, or the leg failed: the next poll tells which.
         seq.mark("published", self.now())
         # The gather is dispatched, and the device runs in order: no later step can overtake it.
         self.unadmit(seq)
         leg.stage = _Stage.IN_FLIGHT
+
+    def _send(self, leg: _Leg, end: int, metadata: KVMetadata | None = None) -> bool:
+        """Hands over the prompt's pages up to `end`, in pieces; with the metadata it is complete.
+
+        Returns:
+            Whether all were taken.
+        """
+        wanted = leg.sender.request
+        assert wanted is not None
+        while True:
+            start = wanted.first_page + leg.pages_sent
+            stop = end if self._max_chunk_pages is None else min(end, start + self._max_chunk_pages)
+            last = stop == end and metadata is not None
+            if stop <= start and not last:
+                return True
+            pages = leg.seq.pages[start:stop]
+            if not leg.sender.send(pages, last=last, metadata=metadata if last else None):
+                return False
+            leg.pages_sent += stop - start
+            if last:
+                return True
 
     def on_abort(self, seq: Sequence, reason: FinishReason) -> None:
         """Tells the decode server, whatever stage the request was in."""

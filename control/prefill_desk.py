@@ -228,7 +228,7 @@ class PrefillDesk:
             del self._connection_of[instance.instance_id]
         self._channel.forget(peer)
         self._release_canary(peer, delivered=False)
-        manager = self._manager
+        manager, failure = self._manager, TransferFailure(reason, 503)
         with manager.lock:
             bound = [
                 sender
@@ -237,8 +237,10 @@ class PrefillDesk:
             ]
             for leg in [leg for leg in manager.early.values() if leg.peer == peer]:
                 del manager.early[leg.room]
+                # A prefill request that still comes must not wait for it.
+                manager.late_prefill.put(leg.room, failure)
         for sender in bound:
-            manager.fail(sender, TransferFailure(reason, 503))
+            manager.fail(sender, failure)
 
     def _release_canary(self, peer: bytes, *, delivered: bool) -> None:
         key = self._canary_keys.pop(peer, None)

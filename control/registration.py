@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a prefill server registered with its bootstrap server, whatever happens to the latter."""
 
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from absl import logging
 
@@ -18,6 +20,7 @@ from kvferry.control.messages import (
     Retract,
     Withdraw,
 )
+from kvferry.control.security import host_port
 from kvferry.control.side_channel import ChannelOptions, ClientChannel
 from kvferry.control.tally import Tally
 
@@ -32,7 +35,8 @@ class Registration:
         loop: The control loop.
         tally: Gets the totals of ignored messages.
         options: Timeouts and keys.
-        address: Numeric host and port of the bootstrap server.
+        addresses: Numeric host and port of the bootstrap server; several if its name has several
+            addresses. They are tried in turn until one takes the registration.
         instance: What to register.
         rooms: Returns the rooms that are open now; announced again after a re-registration.
     """
@@ -42,14 +46,15 @@ class Registration:
         loop: ControlLoop,
         tally: Tally,
         options: ChannelOptions,
-        address: tuple[str, int],
+        addresses: Sequence[tuple[str, int]],
         instance: Instance,
         rooms: Callable[[], Iterable[int]],
     ) -> None:
         self._loop = loop
         self._tally = tally
         self._options = options
-        self._address = address
+        self._addresses = addresses
+        self._attempt = 0
         self._instance = instance
         self._rooms = rooms
         self._channel: ClientChannel | None = None
@@ -57,7 +62,21 @@ class Registration:
         self._retry: Timer | None = None
         self._closed = False
         self._complained = False
+        self._lost_at = -math.inf  # Of the monotonic clock; not ready before the first time.
+        self._problem = "not registered yet"
         self.registered = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why decode servers cannot find this instance, or None. Any thread.
+
+        A short gap, as when the bootstrap server restarts, is none.
+        """
+        gap_seconds = time.monotonic() - self._lost_at
+        if self.registered or gap_seconds < self._options.peer_timeout_seconds:
+            return None
+        where = host_port(*self._address)
+        return f"not registered with the bootstrap server {where}: {self._problem}"
 
     def open(self) -> None:
         """Connects and registers; tries again for ever when that fails."""
@@ -67,6 +86,10 @@ class Registration:
             self._loop, self._tally, self._options, self._register, self._on_message, self._on_down
         )
         self._channel.open(*self._address)
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        return self._addresses[self._attempt % len(self._addresses)]
 
     def announce(self, room: int) -> None:
         """Tells the bootstrap server that the room is here."""
@@ -123,7 +146,7 @@ class Registration:
         period = min(max(lease_seconds, 0.1), 60.0) / _HEARTBEATS_PER_LEASE
         self._heartbeat = self._loop.every(period, self._beat)
         rooms = list(self._rooms())
-        logging.info("registered with the bootstrap server %s:%d", *self._address)
+        logging.info("registered with the bootstrap server %s", host_port(*self._address))
         if rooms and self._channel is not None:
             self._channel.send(Announce(instance_id=self._instance.instance_id, rooms=rooms))
 
@@ -132,7 +155,11 @@ class Registration:
             self._channel.send(self._ids(Heartbeat))
 
     def _on_down(self, reason: str) -> None:
+        self._attempt += not self.registered
+        if self.registered:
+            self._lost_at = time.monotonic()
         self.registered = False
+        self._problem = reason
         self._end_timers()
         if self._channel is not None:
             self._channel.close()

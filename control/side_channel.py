@@ -6,6 +6,9 @@ counted and ignored. Both ends watch each other: the connecting end pings, and e
 nothing for the peer timeout gives the other up. The connecting end also sees a closed or refused
 connection at once, through the socket's monitor.
 
+With keys (`CurveKeys`) both ends must have the same ones. A handshake that fails is logged by the
+listening end and told to the users of the connecting end.
+
 One DEALER is one connection: when it is down it stays down, so nothing written for a dead peer can
 reach its successor. Everything here runs on the control loop's thread.
 """
@@ -16,7 +19,6 @@ from typing import Any
 
 import zmq
 from absl import logging
-from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.control_loop import ControlLoop, Timer
 from kvferry.control.messages import Message, Ping, Pong, Refused
@@ -24,24 +26,27 @@ from kvferry.control.security import (
     CurveKeys,
     PortInUseError,
     check_bind,
+    check_connect,
     endpoint,
     host_port,
 )
+from kvferry.control.sockets import (
+    DOWN_EVENTS,
+    HANDSHAKE_FAILURES,
+    close_socket,
+    key_hint,
+    new_socket,
+    next_event,
+    secure_server,
+)
 from kvferry.control.tally import Tally
-from kvferry.control.wire import MAX_MESSAGE_BYTES, MessageError, decode, encode
+from kvferry.control.wire import MessageError, decode, encode
 
-_HIGH_WATER_MARK = 20_000
 _MAX_CONNECTIONS = 4096
 _MESSAGES_PER_WAKE = 256
 _PINGS_PER_TIMEOUT = 3
-
-_DOWN_EVENTS = {
-    zmq.EVENT_CLOSED: "connection refused or unreachable",
-    zmq.EVENT_DISCONNECTED: "connection closed by the peer",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the peer does not speak ZMTP",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused our keys",
-}
+# A peer with the wrong keys tries again and again: once in this time is told.
+_QUIET_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,17 +73,6 @@ class ChannelOptions:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"ChannelOptions.{name} must be positive, got {value}")
-
-
-def _new_socket(loop: ControlLoop, kind: int, host: str) -> zmq.Socket[bytes]:
-    made = loop.context.socket(kind)
-    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-    made.setsockopt(zmq.LINGER, 0)
-    if ":" in host:
-        made.setsockopt(zmq.IPV6, 1)
-    return made
 
 
 def _decode_counted(frame: bytes, tally: Tally) -> Message | MessageError:
@@ -115,8 +109,10 @@ class ServerChannel:
         self._on_message = on_message
         self._on_silent = on_silent
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: Any = None
         self._timer: Timer | None = None
         self._heard: dict[bytes, float] = {}
+        self._quiet_until = 0.0
 
     @property
     def num_peers(self) -> int:
@@ -139,10 +135,10 @@ class ServerChannel:
             OSError: If it cannot be bound for another reason.
         """
         check_bind(host, self._options.keys)
-        made = _new_socket(self._loop, zmq.ROUTER, host)
+        made = new_socket(self._loop, zmq.ROUTER, host)
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._options.keys is not None:
-            self._options.keys.secure_server(made)
+            secure_server(self._loop, made, self._options.keys)
         try:
             made.bind(endpoint(host, port if port else "*"))
         except zmq.ZMQError as error:
@@ -155,6 +151,8 @@ class ServerChannel:
             raise OSError(f"cannot listen on {host_port(host, port)}: {error}") from error
         self._socket = made
         self._loop.watch(made, self._receive)
+        self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES))
+        self._loop.watch(self._monitor, self._see_failures)
         period = self._options.peer_timeout_seconds / (2 * _PINGS_PER_TIMEOUT)
         self._timer = self._loop.every(period, self._check_silence)
         bound = made.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -164,14 +162,16 @@ class ServerChannel:
         """Sends to one peer. Loop thread only; never blocks.
 
         Returns:
-            False if the peer is gone, or does not take what was sent to it before.
+            False if the peer is gone, or does not take what was sent to it before, or the message
+            is too long.
         """
         if self._socket is None:
             return False
         try:
             self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read.
+        except (zmq.ZMQError, MessageError) as error:
+            # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read. A message
+            # that is too long counts as undeliverable too: it must not end the loop's thread.
             self._tally.add("undeliverable")
             logging.log_every_n_seconds(
                 logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
@@ -188,8 +188,7 @@ class ServerChannel:
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
-            self._loop.unwatch(self._socket)
-            self._socket.close(linger=int(linger_seconds * 1000))
+            close_socket(self._loop, self._socket, self._monitor, linger_seconds)
             self._socket = None
         self._heard.clear()
 
@@ -221,6 +220,18 @@ class ServerChannel:
             self.send(peer, Pong())
         elif not isinstance(message, Pong):
             self._on_message(peer, message)
+
+    def _see_failures(self) -> None:
+        while self._socket is not None and (event := next_event(self._monitor)) is not None:
+            if event not in HANDSHAKE_FAILURES:
+                continue
+            self._tally.add("refused_handshakes")
+            now = self._loop.clock()
+            if now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                where = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+                hint = key_hint(self._options.keys)
+                logging.warning("refused a peer that does not greet %s as we do; %s", where, hint)
 
     def _check_silence(self) -> None:
         limit = self._loop.awake_seconds - self._options.peer_timeout_seconds
@@ -260,6 +271,7 @@ class ClientChannel:
         self._monitor: Any = None
         self._timers: list[Timer] = []
         self._heard = 0.0
+        self._opened = False
         self.target = ""
         self.up = False
 
@@ -271,7 +283,18 @@ class ClientChannel:
             port: Port.
         """
         self.target = host_port(host, port)
-        made = _new_socket(self._loop, zmq.DEALER, host)
+        self._opened = True
+        try:
+            check_connect(host, self._options.keys)
+            self._connect(host, port)
+        except (zmq.ZMQError, ValueError) as error:
+            # ZMQError: an address that nobody can have, or no more sockets. Told a little later:
+            # the caller need not expect to be called back from here.
+            reason = f"cannot connect: {error}"
+            self._timers.append(self._loop.call_later(0.0, lambda: self._go_down(reason)))
+
+    def _connect(self, host: str, port: int) -> None:
+        made = new_socket(self._loop, zmq.DEALER, host)
         # One socket is one connection: see the module text.
         made.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._options.keys is not None:
@@ -288,14 +311,18 @@ class ClientChannel:
         """Sends to the peer. Loop thread only; never blocks.
 
         Returns:
-            False if the connection is not up, or the peer has stopped to read.
+            False if the connection is not up, or the peer has stopped to read, or the message is
+            too long.
         """
         if self._socket is None or not self.up:
             return False
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, MessageError) as error:
             self._tally.add("undeliverable")
+            logging.log_every_n_seconds(
+                logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
+            )
             return False
         return True
 
@@ -304,18 +331,13 @@ class ClientChannel:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        self.up = False
-        if self._socket is None:
-            return
-        self._loop.unwatch(self._socket)
-        self._loop.unwatch(self._monitor)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=int(linger_seconds * 1000))
-        self._socket = None
+        self._opened = self.up = False
+        if self._socket is not None:
+            close_socket(self._loop, self._socket, self._monitor, linger_seconds)
+            self._socket = None
 
     def _go_down(self, reason: str) -> None:
-        if self._socket is not None:
+        if self._opened:
             self.close(linger_seconds=0.0)
             self._on_down(f"{reason} ({self.target})")
 
@@ -324,20 +346,19 @@ class ClientChannel:
             self._go_down(f"no connection within {self._options.connect_timeout_seconds} s")
 
     def _see_events(self) -> None:
-        while self._socket is not None:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            except zmq.Again:
-                return
+        while self._socket is not None and (event := next_event(self._monitor)) is not None:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.up = True
                 self._heard = self._loop.awake_seconds
                 period = self._options.peer_timeout_seconds / _PINGS_PER_TIMEOUT
                 self._timers.append(self._loop.every(period, self._beat))
                 self._on_up()
-            elif event in _DOWN_EVENTS:
+            elif event in DOWN_EVENTS:
                 self._receive()  # What the peer said before it closed comes first.
-                self._go_down(_DOWN_EVENTS[event])
+                reason = DOWN_EVENTS[event]
+                if event in HANDSHAKE_FAILURES or (event == zmq.EVENT_DISCONNECTED and not self.up):
+                    reason = f"{reason}; {key_hint(self._options.keys)}"
+                self._go_down(reason)
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_WAKE):

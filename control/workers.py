@@ -5,10 +5,10 @@ import queue
 import threading
 from collections.abc import Callable
 
-from absl import logging
+from kvferry.control.thread_boundary import run_guarded
 
 Job = Callable[[], None]
-OnError = Callable[[Exception], None]
+OnError = Callable[[BaseException], None]
 
 
 class WorkerPool:
@@ -30,6 +30,7 @@ class WorkerPool:
         self._queue: queue.Queue[tuple[Job, OnError] | None] = queue.Queue(max_queued + size)
         self._lock = threading.Lock()
         self._pending = 0
+        self._finished = 0
         self._threads: list[threading.Thread] = []
         self._stopped = False
 
@@ -37,6 +38,11 @@ class WorkerPool:
     def pending(self) -> int:
         """Jobs that wait or run."""
         return self._pending
+
+    @property
+    def finished(self) -> int:
+        """Jobs that have ended; as long as it grows, those that wait move up."""
+        return self._finished
 
     def start(self) -> None:
         """Starts the threads. Idempotent."""
@@ -89,13 +95,20 @@ class WorkerPool:
             thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            job, on_error = item
-            # Thread boundary: a fault in one job must neither end the thread nor go unseen.
-            try:
-                job()
-            except Exception as error:
-                logging.exception("%s: a job failed", threading.current_thread().name)
-                on_error(error)
-            with self._lock:
-                self._pending -= 1
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        # A function of its own: in a loop its variables would hold the last job, and whatever
+        # arrays that refers to, for as long as the thread has nothing else to do.
+        item = self._queue.get()
+        if item is None:
+            return False
+        job, on_error = item
+        error = run_guarded(job, f"a job of {threading.current_thread().name}")
+        if error is not None:
+            on_error(error)
+        with self._lock:
+            self._pending -= 1
+            self._finished += 1
+        return True

@@ -32,6 +32,7 @@ class DecodeManager(DecodeRooms):
     ) -> None:
         super().__init__(options, layout, pages, engine, on_event=on_event, loop=loop)
         self._desk = DecodeDesk(self)
+        self._finished_pulls = 0
 
     def open_receiver(self, host: str, port: int, room: int) -> Receiver:
         """Opens the decode leg of a room.
@@ -78,6 +79,11 @@ class DecodeManager(DecodeRooms):
         )
         with self.lock:
             receivers = list(self.receivers.values())
+            moving = self.workers.finished != self._finished_pulls
+            self._finished_pulls = self.workers.finished
+            for receiver in receivers:
+                if moving and receiver.waits_for_pulls:
+                    receiver.mark_progress()
         for receiver in receivers:
             if receiver.wanted is not None and receiver.machine.stalled_seconds() > limit:
                 state = receiver.poll().name
@@ -87,7 +93,8 @@ class DecodeManager(DecodeRooms):
 
     def counters(self) -> dict[str, int]:
         """Returns gauges of what is held now and totals since the start."""
-        totals = {"transfers_ok": 0, "transfers_failed": 0, "bytes_received": 0}
+        names = ("transfers_ok", "transfers_failed", "chunks_received", "bytes_received")
+        totals = dict.fromkeys(names, 0)
         gauges = {
             "open_rooms": len(self.receivers),
             "pending_pulls": self.workers.pending,

@@ -23,9 +23,10 @@ from kvferry.control.engines.canary import self_test
 from kvferry.control.ids import IdSource, new_generation, new_instance_id
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.messages import EngineInfo, Instance
-from kvferry.control.security import CurveKeys, check_advertise
+from kvferry.control.security import CurveKeys, check_advertise, parse_address
 from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.tally import Tally
+from kvferry.control.verified_pages import VerifiedPages
 
 _SWEEP_SECONDS = 0.5
 
@@ -45,8 +46,9 @@ class ControlOptions:
         connect_timeout_seconds: Time in which a connection must stand.
         orphan_timeout_seconds: Time that one leg of a room waits for the other to appear.
         progress_timeout_seconds: Time without progress after which a room fails.
-        pull_timeout_seconds: Time that one pull may take.
-        pull_workers: Threads that pull.
+        pull_timeout_seconds: Time after which a pull that brings nothing fails. An engine that
+            cannot see its progress has this long for the whole pull.
+        pull_workers: Pulls in progress at most; each holds a thread that sleeps most of the time.
         max_published_bytes: Published and not yet acknowledged bytes at most; at least one chunk is
             always let through.
         max_rooms: Rooms open at the same time at most.
@@ -62,7 +64,7 @@ class ControlOptions:
     orphan_timeout_seconds: float = 30.0
     progress_timeout_seconds: float = 60.0
     pull_timeout_seconds: float = 30.0
-    pull_workers: int = 4
+    pull_workers: int = 32
     max_published_bytes: int = 1 << 30
     max_rooms: int = 65536
     keys: CurveKeys | None = None
@@ -97,7 +99,7 @@ class ZmqManager(KVManager):
     Args:
         options: See `ControlOptions`.
         layout: This process's KV cache.
-        pages: Its pool.
+        pages: Its pool; in `VerifiedPages` to have every transfer checked, on both sides.
         engine: A transfer engine that is not started.
         on_event: Called without arguments, from any thread, after each change of a leg. Must not
             block.
@@ -150,6 +152,11 @@ class ZmqManager(KVManager):
             return f"transfer engine {self.engine.engine_name!r}: {self.engine.failure}"
         return None
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why no peer can reach this process for now, or None."""
+        return None
+
     def start(self) -> None:
         """Starts the engine, tests it, and opens the side channel.
 
@@ -161,6 +168,7 @@ class ZmqManager(KVManager):
         with contextlib.ExitStack() as undo:
             undo.callback(self.engine.close)
             address = self.engine.start()
+            self._warn_of_exposure()
             self_test(self.engine, address, self._test_specs())
             if self._own_loop:
                 undo.callback(self.loop.stop)
@@ -169,7 +177,11 @@ class ZmqManager(KVManager):
             info = EngineInfo(
                 name=self.engine.engine_name,
                 address=address,
-                settings={**self.engine.settings(), "shards": shard_plan(self.pages.specs(1))},
+                settings={
+                    **self.engine.settings(),
+                    "shards": shard_plan(self.pages.specs(1)),
+                    "verify_kv": int(isinstance(self.pages, VerifiedPages)),
+                },
                 versions=dict(self.engine.versions()),
             )
             self._prepare()
@@ -260,6 +272,16 @@ class ZmqManager(KVManager):
 
     def _opened(self) -> None:  # noqa: B027 (only the prefill side registers)
         """Called once the instance is known. Loop thread."""
+
+    def _warn_of_exposure(self) -> None:
+        if self.engine.exposure and not parse_address(self.options.host).is_loopback:
+            logging.warning(
+                "transfer engine %r listens on %s, which keys do not protect: %s Let only the peers"
+                " reach its ports, or choose the zmq engine",
+                self.engine.engine_name,
+                self.options.host,
+                self.engine.exposure,
+            )
 
     def _close(self) -> None:
         self._timer.cancel()

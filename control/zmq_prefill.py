@@ -11,7 +11,7 @@ from kvferry.control.engines.base import TransferEngine
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.messages import Message, Touched
 from kvferry.control.prefill_desk import PrefillDesk
-from kvferry.control.prefill_rooms import PrefillRooms
+from kvferry.control.prefill_rooms import DecodeLeg, PrefillRooms
 from kvferry.control.registration import Registration
 from kvferry.control.security import resolve
 from kvferry.control.zmq_manager import ControlOptions
@@ -31,7 +31,7 @@ class PrefillManager(PrefillRooms):
         loop: ControlLoop | None = None,
     ) -> None:
         super().__init__(options, layout, pages, engine, on_event=on_event, loop=loop)
-        self._bootstrap_address = ""
+        self._bootstrap_addresses: list[tuple[str, int]] = []
         self._registration: Registration | None = None
         self._desk = PrefillDesk(self)
 
@@ -43,27 +43,37 @@ class PrefillManager(PrefillRooms):
         """Has the bootstrap server told that a room is here, or is over. Any thread."""
         self.loop.post(lambda: self._note_room(room, held))
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why decode servers cannot find this process for now, or None."""
+        return self._registration.problem if self._registration is not None else None
+
     def sweep(self) -> None:
         """Fails what has made no progress, and tells peers what has."""
         now = time.monotonic()
         orphan, stall = self.options.orphan_timeout_seconds, self.options.progress_timeout_seconds
         touched: dict[bytes, list[int]] = collections.defaultdict(list)
+        late: list[tuple[DecodeLeg, TransferFailure]] = []
         with self.lock:
             senders = list(self.senders.values())
-            late = [leg for leg in self.early.values() if now - leg.since > orphan]
-            for leg in late:
-                del self.early[leg.room]
             self.late_decode.expire()
             self.late_prefill.expire()
+            for leg in [leg for leg in self.early.values() if now - leg.since > orphan]:
+                del self.early[leg.room]
+                reason = (
+                    f"no request for room {leg.room} reached the prefill server in {orphan:g} s"
+                )
+                late.append((leg, TransferFailure(reason, 503)))
+                # Should it come after all, it must not wait as long again.
+                self.late_prefill.put(leg.room, late[-1][1])
             for sender in senders:
                 if sender.touched and sender.leg is not None:
                     sender.touched = False
                     touched[sender.leg.peer].append(sender.leg.transfer_id)
         for peer, transfer_ids in touched.items():
             self._desk.send(peer, Touched(transfer_ids=transfer_ids))
-        for leg in late:
-            reason = f"no request for room {leg.room} reached the prefill server in {orphan:g} s"
-            self.tell_failed(leg, TransferFailure(reason, 503))
+        for leg, failure in late:
+            self.tell_failed(leg, failure)
         for sender in senders:
             limit = orphan if sender.leg is None else stall
             if sender.machine.stalled_seconds() <= limit:
@@ -100,18 +110,19 @@ class PrefillManager(PrefillRooms):
         self._desk.close()
 
     def _prepare(self) -> None:
-        if self.options.bootstrap_port:
-            self._bootstrap_address = resolve(self.options.bootstrap_host)
+        port = self.options.bootstrap_port
+        if port:
+            hosts = resolve(self.options.bootstrap_host)
+            self._bootstrap_addresses = [(host, port) for host in hosts]
 
     def _opened(self) -> None:
         self._desk.make_canary(self.instance.instance_id)
-        if self._bootstrap_address:
-            address = (self._bootstrap_address, self.options.bootstrap_port)
+        if self._bootstrap_addresses:
             self._registration = Registration(
                 self.loop,
                 self.tally,
                 self.channel_options,
-                address,
+                self._bootstrap_addresses,
                 self.instance,
                 lambda: list(self.senders),
             )

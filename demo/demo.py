@@ -2,15 +2,15 @@
 """One question to a prefill and a decode server behind the real router: `make demo`."""
 
 import argparse
-import pathlib
 import sys
 
 from kvferry.demo import report
 from kvferry.demo.client import Answer, ChatError, chat
 from kvferry.demo.model import default_model_path
+from kvferry.demo.ports import LOOPBACK, LOOPBACKS
 from kvferry.demo.processes import ProcessError, Processes, exit_on_signals
 from kvferry.demo.progress import Progress
-from kvferry.demo.stack import RouterMode, Stack
+from kvferry.demo.stack import Stack
 
 _QUESTION = "Explain in three sentences why a ferry is slower than a bridge, and still useful."
 _MAX_TOKENS = 96
@@ -61,10 +61,8 @@ def run(stack: Stack, question: str, max_tokens: int) -> bool:
     return report.same_tokens(answer, colocated)
 
 
-def _demo(model_path: str | pathlib.Path, router: RouterMode, question: str, length: int) -> bool:
-    progress = Progress()
-    progress.say(f"Model: {model_path}")
-    stack = Stack(model_path, router=router, processes=Processes(progress=progress))
+def _demo(stack: Stack, question: str, length: int) -> bool:
+    progress = stack.processes.progress
     progress.say("Starting a prefill server, a decode server and the router; logs are in")
     progress.say(f"{stack.processes.log_dir} and go away if all goes well.")
     with stack:
@@ -84,11 +82,16 @@ def main() -> int:
     parser.add_argument("--router", choices=["rust", "mini-lb"], default="rust")
     parser.add_argument("--question", default=_QUESTION)
     parser.add_argument("--max_tokens", type=int, default=_MAX_TOKENS, help="longest answer")
+    parser.add_argument("--host", choices=LOOPBACKS, default=LOOPBACK, help="where to listen")
     args = parser.parse_args()
     exit_on_signals()
     try:
         model_path = args.model_path or default_model_path()
-        equal = _demo(model_path, args.router, args.question, args.max_tokens)
+        progress = Progress()
+        progress.say(f"Model: {model_path}")
+        processes = Processes(progress=progress)
+        stack = Stack(model_path, router=args.router, processes=processes, host=args.host)
+        equal = _demo(stack, args.question, args.max_tokens)
     except KeyboardInterrupt:
         print("\nStopped; every process has ended.")
         return 130

@@ -8,6 +8,7 @@ import time
 
 from kvferry.demo import state
 from kvferry.demo.model import default_model_path
+from kvferry.demo.ports import LOOPBACK, LOOPBACKS
 from kvferry.demo.processes import ProcessError, Processes, exit_on_signals
 from kvferry.demo.progress import Progress
 from kvferry.demo.stack import Stack
@@ -78,6 +79,7 @@ def main() -> int:
     parser.add_argument("--prefills", type=int, default=1, help="prefill servers")
     parser.add_argument("--decodes", type=int, default=1, help="decode servers")
     parser.add_argument("--router", choices=["rust", "mini-lb"], default="rust")
+    parser.add_argument("--host", choices=LOOPBACKS, default=LOOPBACK, help="where to listen")
     args = parser.parse_args()
     exit_on_signals()
     progress = Progress()
@@ -87,6 +89,7 @@ def main() -> int:
             prefills=args.prefills,
             decodes=args.decodes,
             router=args.router,
+            host=args.host,
             processes=Processes(progress=progress),
         )
         progress.say("Starting a prefill server, a decode server and the router.")

@@ -4,7 +4,7 @@
     with Stack(default_model_path(), router="rust") as stack:
         ask(stack.router_url, ...)
 
-Everything listens on free ports of the loopback address.
+Everything listens on free ports of a loopback address.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from kvferry.demo.ports import LOOPBACK, PortPicker
+from kvferry.demo.ports import LOOPBACK, PortPicker, http_url, url_host
 from kvferry.demo.processes import Child, Processes, answers_200
 
 Role = Literal["prefill", "decode", "null"]
@@ -115,6 +115,7 @@ class Stack:
         flags: Mapping[str, Sequence[str]] | None = None,
         processes: Processes | None = None,
         command: Callable[[Role], Sequence[str]] = main_command,
+        host: str = LOOPBACK,
     ) -> None:
         """Describes a stack; `start` (or `with`) starts it.
 
@@ -127,6 +128,7 @@ class Stack:
           processes: the owner of the children, which says where logs and progress go; None: a new
             one that shows nothing.
           command: the program that serves a role.
+          host: the loopback address that everything listens on: "127.0.0.1" or "::1".
 
         Raises:
           ValueError: a router without a prefill and a decode server, or flags for a role that does
@@ -150,7 +152,8 @@ class Stack:
         self._model_path = str(model_path)
         self._flags = dict(flags or {})
         self._command = command
-        self._ports = PortPicker()
+        self._host = host
+        self._ports = PortPicker(host)
 
     @property
     def prefill_urls(self) -> list[str]:
@@ -253,7 +256,7 @@ class Stack:
         bootstrap = self.prefills[0].bootstrap_port if is_peer else self._ports.pick()
         values = {
             "model_path": self._model_path,
-            "host": LOOPBACK,
+            "host": self._host,
             "port": port,
             "bootstrap_port": bootstrap,
             "side_channel_port": self._ports.pick(),
@@ -261,27 +264,28 @@ class Stack:
             "disaggregation_mode": role,
         }
         flags = [f"--{key}={value}" for key, value in values.items()]
-        url = f"http://{LOOPBACK}:{port}"
+        url = http_url(self._host, port)
         command = [*self._command(role), *flags, *self._flags.get(role, ()), *more_flags]
         child = self.processes.start(name, command, f"{url}/health")
         return Server(role=role, url=url, port=port, bootstrap_port=bootstrap, process=child)
 
     def _start_router(self, mode: RouterMode) -> None:
         port = self._ports.pick()
-        url = f"http://{LOOPBACK}:{port}"
+        url = http_url(self._host, port)
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
         for server in self.prefills:
             command += ["--prefill", server.url, str(server.bootstrap_port)]
         for server in self.decodes:
             command += ["--decode", server.url]
-        command += ["--host", LOOPBACK, "--port", str(port)]
         if mode == "mini-lb":
-            command += ["--mini-lb"]
+            command += ["--host", self._host, "--port", str(port), "--mini-lb"]
         else:
+            command += ["--host", url_host(self._host), "--port", str(port)]
             # The metrics listener is always on, and a port that is taken ends the router. Without
             # the breaker a restarted server is used again as soon as it is healthy.
-            metrics = ["--prometheus-host", LOOPBACK, "--prometheus-port", str(self._ports.pick())]
-            command += [*metrics, "--disable-circuit-breaker", "--policy", "round_robin"]
+            command += ["--prometheus-host", self._host]
+            command += ["--prometheus-port", str(self._ports.pick())]
+            command += ["--disable-circuit-breaker", "--policy", "round_robin"]
         command += self._flags.get("router", ())
         workers = len(self.prefills) + len(self.decodes)
 

@@ -91,8 +91,11 @@ class PageAllocator:
             self._in_use[page] = 0
             self._free.append(page)
 
-    def check(self) -> None:
+    def check(self, used: int | None = None) -> None:
         """Checks that every page is either free, once, or in use.
+
+        Args:
+            used: how many have to be in use, if that is known.
 
         Raises:
             AssertionError: the bookkeeping is broken; the message says how.
@@ -106,3 +109,5 @@ class PageAllocator:
                 f"{len(free)} free and {len(marked)} used pages do not add up to "
                 f"{self.num_pages}; both: {sorted(free & marked)}"
             )
+        if used is not None and len(marked) != used:
+            raise AssertionError(f"{len(marked)} pages are in use, {used} have an owner")

@@ -81,6 +81,7 @@ class Scheduler(SchedulerBase):
         """
         super().__init__(runner, tokenizer, limits, sampler=sampler, clock=clock)
         self.num_steps = 0
+        self._steps_checked = 0
         self._tickets = itertools.count(1)
         self._executor = StepExecutor(runner, self.sampler)
         self._prefilled_last = False
@@ -203,6 +204,10 @@ class Scheduler(SchedulerBase):
             self._note_step(work, started)
             for outcome in outcomes:
                 self._apply(outcome)
+        elif self._num_live == 0 and self._steps_checked != self.num_steps:
+            # A page that is lost or held twice would in time be a wrong answer: better no answers.
+            self.allocator.check(used=self._num_taken)
+            self._steps_checked = self.num_steps
         # A preemption may have made room for somebody who waits.
         return 0.0 if work or preemptions != self._counters.preemptions else delay
 
@@ -282,7 +287,7 @@ class Scheduler(SchedulerBase):
         if outcome.failure:
             self.abort_sequence(seq, outcome.failure, 500)
         elif outcome.token is None:
-            return
+            self.on_prefill_chunk(seq)
         elif seq.state is SequenceState.PREFILLING:
             seq.mark("prefill_done", self.now())
             self.on_prefill_done(seq, outcome.token)

@@ -96,6 +96,7 @@ class SchedulerBase(StepLoop):
         self._counters = SchedulerCounters()
         self._eos_ids = frozenset(tokenizer.eos_ids) | frozenset(runner.config.eos_ids)
         self._num_live = 0  # guarded by the loop's condition
+        self._num_taken = 0  # pages that outlive their sequences
 
     # Hooks.
 
@@ -118,6 +119,13 @@ class SchedulerBase(StepLoop):
     def poll(self) -> float | None:
         """Runs before each step; returns the most seconds to sleep if there is no step to do."""
         return None
+
+    def on_prefill_chunk(self, seq: Sequence) -> None:
+        """Some more tokens of a prompt are computed, but not yet all.
+
+        Args:
+            seq: in state PREFILLING; `num_computed` tells how many are.
+        """
 
     def on_prefill_done(self, seq: Sequence, token: SampledToken) -> None:
         """All tokens of a sequence are computed and the next is known; here it joins the batch.
@@ -237,7 +245,9 @@ class SchedulerBase(StepLoop):
                 f"request {seq.request_id!r} is {seq.state.value} and needs its pages; hold it "
                 "first"
             )
-        return self._admission.take_pages(seq)
+        pages = self._admission.take_pages(seq)
+        self._num_taken += len(pages)
+        return pages
 
     def free_pages(self, pages: Iterable[int]) -> None:
         """Gives pages back that `take_pages` returned.
@@ -248,7 +258,9 @@ class SchedulerBase(StepLoop):
         Raises:
             ValueError: a page is free already.
         """
-        self.allocator.free(pages)
+        returned = list(pages)
+        self.allocator.free(returned)
+        self._num_taken -= len(returned)
 
     def adopt(
         self, seq: Sequence, token: SampledToken, *, cached_tokens: int | None = None

@@ -27,6 +27,7 @@ _ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/v1/completions", ("POST",), completions.completions),
     ("/v1/chat/completions", ("POST",), chat.chat_completions),
     ("/health", ("GET", "HEAD"), info.health),
+    ("/livez", ("GET", "HEAD"), info.livez),
     ("/health_generate", ("GET",), info.health_generate),
     ("/server_info", ("GET",), info.server_info),
     ("/get_server_info", ("GET",), info.server_info),

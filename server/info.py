@@ -44,6 +44,17 @@ async def health(service: Service, request: Request) -> Response:
     return json_answer({"status": "ok"})
 
 
+async def livez(service: Service, request: Request) -> Response:
+    """Answers GET /livez: 200 unless only a restart of the process helps, then 503 and why.
+
+    For a supervisor that restarts; /health is for a router that chooses.
+    """
+    fault = service.fault()
+    if fault is not None:
+        raise ApiError(f"the server has to be restarted: {fault}", UNAVAILABLE)
+    return json_answer({"status": "ok"})
+
+
 async def health_generate(service: Service, request: Request) -> Response:
     """Answers GET /health_generate: like /health, and on an unpaired server a token is generated.
 
@@ -118,11 +129,8 @@ async def get_load(service: Service, request: Request) -> Response:
 
 
 async def flush_cache(service: Service, request: Request) -> Response:
-    """Answers POST /flush_cache."""
-    flush = service.hooks.flush_cache
-    if flush is not None and not flush():
-        raise ApiError("the cache cannot be flushed while requests run; try again when idle")
-    return json_answer({"message": "cache flushed" if flush else "there is no prefix cache"})
+    """Answers POST /flush_cache, which routers and benchmarks of SGLang send."""
+    return json_answer({"message": "there is no prefix cache"})
 
 
 async def abort_request(service: Service, request: Request) -> Response:

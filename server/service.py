@@ -38,6 +38,10 @@ from kvferry.server.schemas import GenerateBody, Number, OpenAIBody
 HealthCheck = Callable[[], str | None]
 
 
+def _first_complaint(checks: Sequence[HealthCheck]) -> str | None:
+    return next((found for check in checks if (found := check())), None)
+
+
 def _ignore(*unused: object) -> None:
     """Does nothing."""
 
@@ -47,20 +51,21 @@ class ServiceHooks:
     """What the rest of the process adds to the server.
 
     Attributes:
-      health_checks: each returns what is wrong, or None; any complaint makes /health answer 503.
-        Called on the event loop: they must only look, not wait.
+      fault_checks: each returns what only a restart of the process mends, or None; any complaint
+        makes /livez and /health answer 503. Called on the event loop: they must only look.
+      ready_checks: each returns why requests cannot be served for now, or None; any complaint makes
+        /health answer 503. Likewise.
       collect: returns further metrics, read at every scrape of /metrics.
       refused: told of each meeting whose request is answered 503 before the scheduler knows of it,
         and why, so that the other half need not wait for it.
       state: returns further fields of /server_info's `internal_states[0]`, read at every request.
-      flush_cache: empties the prefix cache; returns whether it did (not while requests run).
     """
 
-    health_checks: Sequence[HealthCheck] = ()
+    fault_checks: Sequence[HealthCheck] = ()
+    ready_checks: Sequence[HealthCheck] = ()
     collect: Callable[[], Iterable[MetricSample]] = tuple
     refused: Callable[[BootstrapInfo, str], None] = _ignore
     state: Callable[[], Mapping[str, object]] = dict
-    flush_cache: Callable[[], bool] | None = None
 
 
 class Service:
@@ -103,16 +108,19 @@ class Service:
         """
         self._not_ready = reason
 
-    def unavailable(self) -> str | None:
-        """Returns why requests cannot be served now, or None when they can."""
-        if self._not_ready is not None:
-            return self._not_ready
+    def fault(self) -> str | None:
+        """Returns what only a restart of the process mends, or None."""
         failure = self.scheduler.failure
         if failure is not None:
             return f"the step thread ended: {type(failure).__name__}: {failure}"
-        if not self.scheduler.healthy:
-            return "the step thread does not run"
-        return next((found for check in self.hooks.health_checks if (found := check())), None)
+        return _first_complaint(self.hooks.fault_checks)
+
+    def unavailable(self) -> str | None:
+        """Returns why requests cannot be served now, or None when they can."""
+        found = self._not_ready or self.fault()
+        if found is None and not self.scheduler.healthy:
+            found = "the step thread does not run"
+        return found or _first_complaint(self.hooks.ready_checks)
 
     def require_available(self) -> None:
         """Refuses a request while the server cannot serve it.

@@ -10,7 +10,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
@@ -80,7 +80,6 @@ class HttpServer:
       service: what it serves; told when the end begins.
       listener: a listening socket, see `listen`.
       drain_seconds: how long running requests may take to end.
-      on_stopping: called once, on the event loop, when the end begins; must not block.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class HttpServer:
         listener: socket.socket,
         *,
         drain_seconds: float = 30.0,
-        on_stopping: Callable[[], None] | None = None,
     ):
         self._listener = listener
         config = uvicorn.Config(
@@ -106,7 +104,7 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=math.ceil(drain_seconds) + _FLUSH_SECONDS,
         )
-        self._server = _DrainingServer(config, service, drain_seconds, on_stopping)
+        self._server = _DrainingServer(config, service, drain_seconds)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -134,7 +132,6 @@ def serve(
     listener: socket.socket,
     *,
     drain_seconds: float = 30.0,
-    on_stopping: Callable[[], None] | None = None,
 ) -> None:
     """Serves in the calling thread until SIGTERM or SIGINT; see `HttpServer`.
 
@@ -143,9 +140,8 @@ def serve(
       service: what it serves.
       listener: a listening socket, see `listen`.
       drain_seconds: how long running requests may take to end.
-      on_stopping: called once, on the event loop, when the end begins; must not block.
     """
-    HttpServer(app, service, listener, drain_seconds=drain_seconds, on_stopping=on_stopping).run()
+    HttpServer(app, service, listener, drain_seconds=drain_seconds).run()
 
 
 class _DrainingServer(uvicorn.Server):
@@ -156,12 +152,10 @@ class _DrainingServer(uvicorn.Server):
         config: uvicorn.Config,
         service: Service,
         drain_seconds: float,
-        on_stopping: Callable[[], None] | None,
     ):
         super().__init__(config)
         self._service = service
         self._drain_seconds = drain_seconds
-        self._on_stopping = on_stopping
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
 
@@ -197,8 +191,6 @@ class _DrainingServer(uvicorn.Server):
         self._service.set_not_ready("shutting down")
         self.should_exit = True
         asyncio.get_running_loop().call_later(self._drain_seconds, self._abort_rest)
-        if self._on_stopping is not None:
-            self._on_stopping()
 
     def _abort_rest(self) -> str:
         return f"{self._service.abort_all('the server is shutting down')} running requests"

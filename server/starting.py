@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers 503 with the reason while a server starts, so that nobody waits for it in the dark."""
+"""Answers while a server starts: 503 with the reason, so that nobody waits for it in the dark."""
 
 import contextlib
+import re
 import socket
 import threading
 
@@ -12,10 +13,11 @@ from kvferry.server.errors import UNAVAILABLE, error_object
 _REQUEST_SECONDS = 1.0
 _LINGER_SECONDS = 0.2
 _READ_BYTES = 65536
+_LIVEZ = re.compile(rb"(GET|HEAD) /livez[ ?]")
 
 
 class StartingAnswers:
-    """Answers every request on a listening socket with 503, until it is closed.
+    """Answers requests on a listening socket until it is closed: /livez with 200, others with 503.
 
     One connection at a time is plenty for health checks and the odd early request. A request for
     which there is no time before the end stays in the socket's queue, for the real server.
@@ -49,14 +51,16 @@ class StartingAnswers:
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.settimeout(_REQUEST_SECONDS)
-                    connection.recv(_READ_BYTES)
-                    connection.sendall(self._answer())
+                    request = connection.recv(_READ_BYTES)
+                    connection.sendall(self._answer(request))
 
-    def _answer(self) -> bytes:
+    def _answer(self, request: bytes) -> bytes:
         error = error_object(f"the server is not available: {self.reason}", UNAVAILABLE)
-        body = msgspec.json.encode({"error": error})
+        status, body = f"{UNAVAILABLE} Service Unavailable", msgspec.json.encode({"error": error})
+        if _LIVEZ.match(request):
+            status, body = "200 OK", b'{"status":"starting"}'
         head = (
-            f"HTTP/1.1 {UNAVAILABLE} Service Unavailable\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         return head.encode() + body

@@ -14,7 +14,7 @@ from kvferry.tools.build_files import ROOT, imported_modules, module_of, python_
 
 _LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 # What holds no part of the package.
-_OUTSIDE = ("bench", "tests", "tools", "docs")
+_OUTSIDE = ("bench", "examples", "tests", "tools", "docs")
 _ROOMS = ("kernels", "control", "engine", "server", "demo")
 # Where disaggregation meets scheduling, and the programs: these may import everything.
 _EVERYWHERE = re.compile(r"kvferry\.control\.(prefill|decode|\w+_main|flags|launch)$")

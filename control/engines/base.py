@@ -18,8 +18,11 @@ To write an engine:
    `wait()` is polled, so that an abort is noticed.
 5. Report failures as `TransferError`. An engine never hands out arrays that were not completely
    received, and never raises anything else for what a peer did.
-6. `settings()` names whatever must be equal on both ends.
+6. `settings()` names whatever must be equal on both ends. `exposure` says what its ports give
+   away beyond loopback.
 7. `release()` and `close()` may be called twice, and for ids that are unknown.
+8. Put it through the tests of all engines; examples/filedrop is an engine of another distribution,
+   and its README tells how.
 """
 
 import abc
@@ -28,6 +31,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
+
+from kvferry.control.security import CurveKeys
 
 Spec: TypeAlias = jax.ShapeDtypeStruct
 
@@ -54,6 +59,7 @@ class EngineOptions:
         channels: Parallel connections per peer; the same on both ends. At least 1.
         chunk_bytes: Bytes handed to a connection at a time; the same on both ends.
         parallel_copies: Staging copies in flight. At least 1.
+        keys: CURVE keys, for engines whose sockets can use them; None leaves those on loopback.
     """
 
     host: str = "127.0.0.1"
@@ -61,6 +67,7 @@ class EngineOptions:
     channels: int = 4
     chunk_bytes: int = 4 << 20
     parallel_copies: int = 8
+    keys: CurveKeys | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the values.
@@ -95,6 +102,11 @@ class Pull(abc.ABC):
             Whether the pull has ended.
         """
 
+    @property
+    def progress(self) -> int:
+        """A number that grows while data arrives; constant if the engine cannot see that."""
+        return 0
+
     @abc.abstractmethod
     def result(self) -> list[jax.Array]:
         """Returns the arrays of a pull that has ended well, in the order of its specs.
@@ -116,10 +128,13 @@ class TransferEngine(abc.ABC):
 
     Attributes:
         engine_name: Name under which it is registered; set by `@transfer_engine`.
+        exposure: What someone who reaches the engine's ports can see or do although there are keys,
+            in one sentence for the operator; empty if nothing.
         options: As given.
     """
 
     engine_name: str = ""
+    exposure: str = "it does not say how it protects its ports."
 
     def __init__(self, options: EngineOptions):
         """Keeps the options; opens nothing.
@@ -155,6 +170,8 @@ class TransferEngine(abc.ABC):
 
     def has_room(self, specs: Sequence[Spec]) -> bool:
         """Tells whether such arrays can be published now, or only after a release.
+
+        Whoever is refused asks again when a `release` has returned, and not before the next one.
 
         Args:
             specs: Shape and dtype of each array.

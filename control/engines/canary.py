@@ -17,12 +17,15 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
 )
+from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.ids import IdSource
 
 _CANARY_DTYPES = ("bfloat16", "float32", "uint16")
 _CANARY_SHAPE = (2, 3, 64)
 _SELF_TEST_ROUNDS = 4
 _SELF_TEST_SECONDS = 20.0
+_SELF_TEST_MOST_BYTES = 80 << 20
+_ODD_BYTES = 4097
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -73,6 +76,9 @@ def check_canary(seed: str, arrays: Sequence[jax.Array]) -> None:
 def self_test(engine: TransferEngine, address: str, specs: Sequence[Spec]) -> None:
     """Moves known arrays from the process to itself, several times over fresh ids.
 
+    The first time one of them is larger than what the engine sends as one piece. With a staging
+    engine the last ones are a set of pages, which goes through host memory as real pages do.
+
     Args:
         engine: A started engine.
         address: What its `start` returned.
@@ -84,24 +90,33 @@ def self_test(engine: TransferEngine, address: str, specs: Sequence[Spec]) -> No
     """
     ids = IdSource()
     everything = [*specs, *canary_specs()]
-    for number in range(_SELF_TEST_ROUNDS):
-        seed = f"self-test {number}"
-        # New connections each time: of two servers on one port, each connection gets either.
-        engine.disconnect(address)
-        key = ids.next_id()
-        engine.publish(key, make_canary(seed, everything), _SELF_TEST_SECONDS)
-        try:
-            pull = engine.pull(address, key, everything, _SELF_TEST_SECONDS)
-            pull.wait(_SELF_TEST_SECONDS + 1.0)
-            check_canary(seed, pull.result())
-        except TransferError as error:
-            engine.release(key, delivered=False)
-            raise EngineStartError(
-                f"the self-test of transfer engine {engine.engine_name!r} at {address} failed:"
-                f" {error}. Another process may use the same port, or this machine cannot use"
-                " this engine; choose another port or --transfer_engine"
-            ) from error
-        engine.release(key, delivered=True)
+    pieces = min(engine.options.chunk_bytes + _ODD_BYTES, _SELF_TEST_MOST_BYTES)
+    rounds = [[*everything, jax.ShapeDtypeStruct((pieces,), np.uint8)]]
+    rounds += [everything] * (_SELF_TEST_ROUNDS - 1)
+    if isinstance(engine, StagingEngine):
+        rounds.append(engine.smallest_pages)
+    for number, wanted in enumerate(rounds):
+        _move_to_self(engine, address, ids.next_id(), f"self-test {number}", wanted)
+
+
+def _move_to_self(
+    engine: TransferEngine, address: str, key: int, seed: str, specs: Sequence[Spec]
+) -> None:
+    # New connections each time: of two servers on one port, each connection gets either.
+    engine.disconnect(address)
+    try:
+        engine.publish(key, make_canary(seed, specs), _SELF_TEST_SECONDS)
+        pull = engine.pull(address, key, specs, _SELF_TEST_SECONDS)
+        pull.wait(_SELF_TEST_SECONDS + 1.0)
+        check_canary(seed, pull.result())
+    except TransferError as error:
+        engine.release(key, delivered=False)
+        raise EngineStartError(
+            f"the self-test of transfer engine {engine.engine_name!r} at {address} failed:"
+            f" {error}. Another process may use the same port, or this machine cannot use"
+            " this engine; choose another port or --transfer_engine"
+        ) from error
+    engine.release(key, delivered=True)
 
 
 def _pattern(seed: str, index: int, spec: Spec) -> np.ndarray:

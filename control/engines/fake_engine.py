@@ -26,6 +26,7 @@ class FakeNetwork:
     Attributes:
         held: While set, pulls do not arrive.
         error: If not empty, every pull fails with this text.
+        progress: What pulls report as theirs.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class FakeNetwork:
         self.published: dict[tuple[str, int], list[jax.Array]] = {}
         self.held = False
         self.error = ""
+        self.progress = 0
         self._names = itertools.count(1)
 
     def new_address(self) -> str:
@@ -71,6 +73,10 @@ class _FakePull(Pull):
                 key = self._source[1]
                 self._error = TransferTimeoutError(f"pull {key} not done in {self._seconds} s")
             return self._step()
+
+    @property
+    def progress(self) -> int:
+        return self._network.progress
 
     def result(self) -> list[jax.Array]:
         if self._error is not None:
@@ -113,6 +119,8 @@ class FakeEngine(TransferEngine):
         options: Ignored but for being kept.
         network: Shared by the engines that are to reach each other; by default one of its own.
     """
+
+    exposure = ""
 
     def __init__(self, options: EngineOptions, network: FakeNetwork | None = None) -> None:
         super().__init__(options)

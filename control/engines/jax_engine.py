@@ -19,20 +19,31 @@ What that library does when it is used a little wrong, found by experiment, and 
   own deadlines, and zero-size arrays do not travel.
 * `is_ready` is true for arrays that carry an error: they are looked at once more when ready.
 * A connection that had an error stays broken: it is dropped, and the next pull makes a new one.
+* `connect` never fails: a connection of our own shows first whether anything listens.
 * Cancelling a pull while bytes are in flight leaks receive buffers until the process is wedged: a
-  pull that is given up is left to drain, and counted until it has.
+  pull that is given up is left to drain, unless nothing can be in flight (jax_pull.py), and
+  whether the process can still receive is tried out (jax_watch.py).
+* With fewer staging copies than twice the transports, a publisher is wedged for good after a few
+  pullers have died in mid-transfer (one to ten; with twice as many not after thirty): refused.
+* Donation of what is published shows at the other end as other bytes with raw buffers: not used.
+* `_pull_into_flat` aborts, crashes or loses writes when used a little wrong: not used.
+* Four zero bytes to the control port abort the process, and a puller that stops to read blocks all
+  others. Neither can be helped from here: only peers may reach the ports; or use engine `tcp`.
+
+tests/control/raw_jax_transfer_test.py shows each of these on the library and on the engine.
 """
 
 import datetime
+import functools
 import importlib.metadata
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from absl import logging
+import numpy as np
 from jax.experimental import transfer
 
 from kvferry.control.engines.base import (
@@ -42,24 +53,27 @@ from kvferry.control.engines.base import (
     Spec,
     TransferEngine,
     TransferError,
-    TransferTimeoutError,
 )
 from kvferry.control.engines.canary import default_sharding
+from kvferry.control.engines.jax_pull import Connection, JaxPull
+from kvferry.control.engines.jax_watch import ReceiveWatch
 from kvferry.control.engines.ports import claim_port
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.security import (
     PortInUseError,
     check_advertise,
     host_port,
-    parse_address,
 )
 
-_TICK_KEY = 2**64 - 1  # No id of ours has more than 53 bits.
+# No id of ours has more than 53 bits.
+_TICK_KEY = 2**64 - 1
+_PROBE_KEYS = range(2**63, 2**64 - 1)
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 30.0
 _DEADLINE_MARGIN_SECONDS = 1.0
-_POLL_SECONDS = (0.0002, 0.002)
-_DRAIN_GRACE_SECONDS = 60.0
+_REACH_SECONDS = 2.0
+COPIES_PER_CHANNEL = 2
+_TICK_SPEC = jax.ShapeDtypeStruct((1,), np.uint8)
 
 
 def _clock_time(seconds_from_now: float) -> datetime.datetime:
@@ -67,9 +81,10 @@ def _clock_time(seconds_from_now: float) -> datetime.datetime:
     return now + datetime.timedelta(seconds=seconds_from_now)
 
 
-def _is_ready(array: Any) -> bool:
-    # Any: the method is there, but jax.Array does not declare it.
-    return bool(array.is_ready())
+def _placed(spec: Spec) -> Spec:
+    if spec.sharding is not None:
+        return spec
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=default_sharding())
 
 
 def _layout(array: Any) -> Any:
@@ -81,75 +96,6 @@ def _layout_is_default(array: jax.Array) -> bool:
     return order is None or tuple(order) == tuple(range(array.ndim))
 
 
-class _JaxPull(Pull):
-    def __init__(
-        self,
-        engine: "JaxEngine",
-        source: tuple[str, int],
-        arrays: list[jax.Array],
-        empty: dict[int, jax.Array],
-        deadline_seconds: float,
-    ) -> None:
-        self._engine = engine
-        self._address, key = source
-        self._label = f"pull {key} from {self._address}"
-        self._arrays = arrays
-        self._empty = empty
-        self._seconds = deadline_seconds
-        self._until = time.monotonic() + deadline_seconds
-        self._next = 0
-        self._error: TransferError | None = None
-
-    def wait(self, timeout_seconds: float) -> bool:
-        until = min(time.monotonic() + timeout_seconds, self._until)
-        pause = _POLL_SECONDS[0]
-        while not self._ended():
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
-        if not self._ended() and time.monotonic() >= self._until:
-            done = f"{self._next} of {len(self._arrays)} arrays had arrived"
-            self._give_up(
-                TransferTimeoutError(f"{self._label}: not done in {self._seconds:.1f} s, {done}")
-            )
-        return self._ended()
-
-    def result(self) -> list[jax.Array]:
-        if self._error is not None:
-            raise self._error
-        if not self._ended():
-            raise TransferError(f"{self._label}: has not ended")
-        try:
-            # Ready is not healthy: an array that carries an error is ready too.
-            jax.block_until_ready(self._arrays)
-        except jax.errors.JaxRuntimeError as error:
-            self._engine.disconnect(self._address)
-            self._error = TransferError(f"{self._label}: {error}")
-            raise self._error from error
-        arrived = iter(self._arrays)
-        count = len(self._arrays) + len(self._empty)
-        return [self._empty[i] if i in self._empty else next(arrived) for i in range(count)]
-
-    def cancel(self) -> None:
-        if not self._ended():
-            self._give_up(TransferError(f"{self._label}: cancelled"))
-
-    def _ended(self) -> bool:
-        if self._error is not None:
-            return True
-        while self._next < len(self._arrays) and _is_ready(self._arrays[self._next]):
-            self._next += 1
-        return self._next == len(self._arrays)
-
-    def _give_up(self, error: TransferError) -> None:
-        self._error = error
-        self._engine.drain(self._arrays)
-        self._engine.disconnect(self._address)
-        self._arrays = []
-
-
 @transfer_engine("jax")
 class JaxEngine(TransferEngine):
     """Moves arrays with `jax.experimental.transfer`.
@@ -159,6 +105,11 @@ class JaxEngine(TransferEngine):
             `parallel_copies` are the library's transports, transfer size and copy limit.
     """
 
+    exposure = (
+        "jax.experimental.transfer can neither authenticate nor encrypt: KV pages, and with them"
+        " the prompts, travel in the clear, and whoever reaches the ports can end this process."
+    )
+
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._server: Any = None
@@ -167,23 +118,17 @@ class JaxEngine(TransferEngine):
         self._lock = threading.Condition()
         self._published: dict[int, int] = {}
         self._linger_until = 0.0
-        self._connections: dict[str, Any] = {}
-        self._draining: list[tuple[float, list[jax.Array]]] = []
+        self._connections: dict[str, Connection] = {}
+        self._watch = ReceiveWatch(self._pull_from_self, self._wake)
+        self._probe_keys = iter(_PROBE_KEYS)
         self._tick_thread: threading.Thread | None = None
+        self._parked = False
         self._closed = False
 
     @property
     def failure(self) -> str | None:
-        """Set when abandoned pulls may hold all receive buffers: no pull could then end well."""
-        with self._lock:
-            self._sweep()
-            stuck = [since for since, _ in self._draining if _age(since) > _DRAIN_GRACE_SECONDS]
-        if len(stuck) < self.options.parallel_copies:
-            return None
-        return (
-            f"{len(stuck)} pulls were given up up to {_age(min(stuck)):.0f} s ago and still hold"
-            " receive buffers; restart this process"
-        )
+        """Set when no pull can end well any more; see `ReceiveWatch`."""
+        return self._watch.failure
 
     def start(self) -> str:
         """Opens the transfer server.
@@ -193,9 +138,18 @@ class JaxEngine(TransferEngine):
 
         Raises:
             PortInUseError: If the port is taken.
-            EngineStartError: If the address is a wildcard or not numeric, or the library refuses.
+            EngineStartError: If the address is a wildcard or not numeric, there are too few
+                parallel copies, or the library refuses.
         """
         host, port = self.options.host, self.options.port
+        copies, least = self.options.parallel_copies, COPIES_PER_CHANNEL * self.options.channels
+        if copies < least:
+            raise EngineStartError(
+                f"transfer engine 'jax' needs at least {least} parallel copies for"
+                f" {self.options.channels} channels, got {copies}: with fewer, pullers that die in"
+                " the middle of a transfer end all transfers of this process; use more copies or"
+                " fewer channels"
+            )
         try:
             check_advertise(host)
             self._claim = claim_port(host, port)
@@ -203,10 +157,6 @@ class JaxEngine(TransferEngine):
             raise
         except (OSError, ValueError) as error:
             raise EngineStartError(f"transfer engine 'jax' cannot start: {error}") from error
-        if not parse_address(host).is_loopback:
-            logging.warning(
-                "no keys protect the transfer ports on %s; let only peers reach them", host
-            )
         client = jax.local_devices()[0].client
         try:
             self._server = transfer.start_transfer_server(
@@ -223,9 +173,10 @@ class JaxEngine(TransferEngine):
                 f"transfer engine 'jax' cannot listen on {host_port(host, port)}: {error}"
             ) from error
         self._address = str(self._server.address())
-        self._tick_array = jnp.zeros((1,), jnp.uint8)
-        spec = jax.ShapeDtypeStruct((1,), jnp.uint8, sharding=default_sharding())
-        self._gone_array = transfer.make_error_array(spec, "released by the publisher")
+        self._tick_array = jax.device_put(np.zeros(_TICK_SPEC.shape, _TICK_SPEC.dtype))
+        self._gone_array = transfer.make_error_array(
+            _placed(_TICK_SPEC), "released by the publisher"
+        )
         self._tick_thread = threading.Thread(target=self._tick, name="kv-jax-tick", daemon=True)
         self._tick_thread.start()
         return self._address
@@ -253,22 +204,20 @@ class JaxEngine(TransferEngine):
         for index, array in enumerate(arrays):
             _check_publishable(key, index, array)
         travelling = [array for array in arrays if array.size]
+        timeout = _clock_time(deadline_seconds + _DEADLINE_MARGIN_SECONDS)
+        # One lock over all of it: a release in between would be undone by the publication.
         with self._lock:
             if self._server is None or self._closed:
                 raise TransferError(f"cannot publish {key}: transfer engine 'jax' is not running")
             if key in self._published:
                 raise ValueError(f"key {key} is published already; ids are for one use")
+            try:
+                if travelling:
+                    self._server.await_pull(key, travelling, timeout=timeout)
+            except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+                raise TransferError(f"cannot publish {key}: {error}") from error
             self._published[key] = len(travelling)
-            self._lock.notify_all()
-        if not travelling:
-            return
-        timeout = _clock_time(deadline_seconds + _DEADLINE_MARGIN_SECONDS)
-        try:
-            self._server.await_pull(key, travelling, timeout=timeout)
-        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
-            with self._lock:
-                self._published.pop(key, None)
-            raise TransferError(f"cannot publish {key}: {error}") from error
+            self._unpark()
 
     def release(self, key: int, *, delivered: bool) -> None:
         """Replaces a publication by error arrays, which frees it.
@@ -286,7 +235,7 @@ class JaxEngine(TransferEngine):
             until = time.monotonic() + max(linger, 0.0) + 2 * _DEADLINE_MARGIN_SECONDS
             self._linger_until = max(self._linger_until, until)
             self._server.await_pull(key, [self._gone_array] * count, timeout=_clock_time(linger))
-            self._lock.notify_all()
+            self._unpark()
 
     def pull(self, address: str, key: int, specs: Sequence[Spec], deadline_seconds: float) -> Pull:
         """Starts a pull.
@@ -301,32 +250,40 @@ class JaxEngine(TransferEngine):
             The pull.
 
         Raises:
-            TransferError: If the engine is not running, or the address is malformed.
+            TransferError: If the engine is not running, the address is malformed, or nothing
+                listens there.
         """
-        placed = [
-            jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding or default_sharding())
-            for s in specs
-        ]
+        label = f"pull {key} from {address}"
+        placed = [_placed(spec) for spec in specs]
+        # Not jnp.zeros: threads other than the step thread must not run programs.
         empty = {
-            index: jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+            index: jax.device_put(np.zeros(spec.shape, spec.dtype), spec.sharding)
             for index, spec in enumerate(placed)
             if 0 in spec.shape
         }
         wanted = [spec for index, spec in enumerate(placed) if index not in empty]
         try:
-            arrays = self._connect(address).pull(key, wanted) if wanted else []
-        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+            connection = self._connect(address, deadline_seconds)
+            arrays = connection.pull(key, wanted) if wanted else []
+        except (jax.errors.JaxRuntimeError, OSError, ValueError, TypeError) as error:
             self.disconnect(address)
-            raise TransferError(f"pull {key} from {address}: {error}") from error
-        return _JaxPull(self, (address, key), list(arrays), empty, deadline_seconds)
+            raise TransferError(f"{label}: {error}") from error
+        return JaxPull(
+            connection,
+            self._watch,
+            label,
+            arrays,
+            empty,
+            deadline_seconds,
+            functools.partial(self.disconnect, address),
+        )
 
     def counters(self) -> dict[str, int]:
         """Returns published keys, pulls that drain, and open connections."""
         with self._lock:
-            self._sweep()
             return {
                 "published_keys": len(self._published),
-                "draining_pulls": len(self._draining),
+                "draining_pulls": self._watch.num_draining,
                 "connections": len(self._connections),
             }
 
@@ -349,51 +306,63 @@ class JaxEngine(TransferEngine):
         with self._lock:
             self._connections.pop(address, None)
 
-    def drain(self, arrays: list[jax.Array]) -> None:
-        """Keeps the arrays of a pull that was given up until the library is done with them."""
-        with self._lock:
-            self._draining.append((time.monotonic(), arrays))
-
-    def _connect(self, address: str) -> Any:
+    def _connect(self, address: str, seconds: float) -> Connection:
         with self._lock:
             if self._server is None or self._closed:
                 raise TransferError("transfer engine 'jax' is not running")
+            connection = self._connections.get(address)
+        if connection is not None:
+            return connection
+        # The library's connect succeeds even if nothing is there, and its pulls then wait for ever.
+        host, _, port = address.rpartition(":")
+        where = (host.strip("[]"), int(port))
+        socket.create_connection(where, min(seconds, _REACH_SECONDS)).close()
+        with self._lock:
             if address not in self._connections:
-                self._connections[address] = self._server.connect(address)
+                self._connections[address] = Connection(self._server.connect(address))
             return self._connections[address]
 
-    def _sweep(self) -> None:
-        self._draining = [
-            (since, arrays) for since, arrays in self._draining if not all(map(_is_ready, arrays))
-        ]
+    def _pull_from_self(self) -> jax.Array:
+        key = next(self._probe_keys)
+        self._server.await_pull(key, [self._tick_array], timeout=_clock_time(_LINGER_SECONDS))
+        connection = self._server.connect(self._address)
+        (array,) = connection.pull(key, [_placed(_TICK_SPEC)])
+        return array
 
     def _tick(self) -> None:
         while True:
             with self._lock:
-                while not (self._closed or self._expiring()):
+                self._parked = True
+                while not (self._closed or self._expiring() or self._watch.active):
                     self._lock.wait()
+                self._parked = False
                 if self._closed:
                     return
                 self._server.await_pull(_TICK_KEY, [self._tick_array], timeout=_clock_time(-1.0))
-                self._lock.wait(_TICK_SECONDS)
+            self._watch.tick()
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed, _TICK_SECONDS)
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._unpark()
+
+    def _unpark(self) -> None:
+        # Not while it ticks: a publication should not have to share the processor with it.
+        if self._parked:
+            self._lock.notify_all()
 
     def _expiring(self) -> bool:
         return bool(self._published) or time.monotonic() < self._linger_until
 
 
-def _age(since: float) -> float:
-    return time.monotonic() - since
-
-
 def _check_publishable(key: int, index: int, array: jax.Array) -> None:
-    what = f"cannot publish {key}: array {index}"
     if array.is_deleted():
-        raise ValueError(f"{what} is deleted or donated")
-    if not array.is_fully_addressable:
-        raise ValueError(
-            f"{what} has shards on devices of other processes; publish each process's own part"
-        )
-    if not _layout_is_default(array):
-        raise ValueError(
-            f"{what} has memory layout {_layout(array)}; only row-major arrays can travel"
-        )
+        problem = "is deleted or donated"
+    elif not array.is_fully_addressable:
+        problem = "has shards on devices of other processes; publish each process's own part"
+    elif not _layout_is_default(array):
+        problem = f"has memory layout {_layout(array)}; only row-major arrays can travel"
+    else:
+        return
+    raise ValueError(f"cannot publish {key}: array {index} {problem}")

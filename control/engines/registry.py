@@ -24,6 +24,9 @@ _BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "jax": "kvferry.control.engines.jax_engine:JaxEngine",
         "tcp": "kvferry.control.engines.tcp_engine:TcpEngine",
+        "shm": "kvferry.control.engines.shm_engine:ShmEngine",
+        "zmq": "kvferry.control.engines.zmq_engine:ZmqEngine",
+        "auto": "kvferry.control.engines.auto_engine:AutoEngine",
         "fake": "kvferry.control.engines.fake_engine:FakeEngine",
     }
 )

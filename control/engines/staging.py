@@ -39,12 +39,18 @@ class StagingEngine(TransferEngine):
         """
         super().__init__(engine.options)
         self.engine_name = engine.engine_name
+        self.exposure = engine.exposure
         self._engine = engine
         self._page_specs = [list(specs) for specs in page_specs]
         self._num_slots = num_slots
         self._pools: dict[_Key, HostKVPool] = {}
         self._slots: dict[int, HostSlot] = {}
         self._lock = threading.Lock()
+
+    @property
+    def smallest_pages(self) -> list[Spec]:
+        """The smallest set of arrays that is staged."""
+        return min(self._page_specs, key=lambda specs: sum(spec.size for spec in specs))
 
     @property
     def failure(self) -> str | None:

@@ -2,19 +2,16 @@
 """A transfer engine on plain TCP: parallel streams straight into the memory of the arrays.
 
 On CPU it is faster than `jax.experimental.transfer`, because a byte is copied twice and not four
-times; and a peer that stops to read blocks nobody else. Errors travel in band, so a pull that
-cannot succeed ends at once.
+times, and into memory that was in use before; and a peer that stops to read blocks nobody else.
+Errors travel in band, so a pull that cannot succeed ends at once.
 """
 
 import collections
-import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import numpy as np
 
 from kvferry.control.engines.base import (
     EngineOptions,
@@ -23,22 +20,20 @@ from kvferry.control.engines.base import (
     Spec,
     TransferEngine,
     TransferError,
-    TransferTimeoutError,
 )
-from kvferry.control.engines.canary import default_sharding
+from kvferry.control.engines.pending import total_bytes
 from kvferry.control.engines.registry import transfer_engine
+from kvferry.control.engines.tcp_buffers import BufferPool
 from kvferry.control.engines.tcp_frames import (
-    ALIGNMENT,
     CHALLENGE_BYTES,
-    NONCE_BYTES,
-    FrameError,
-    offsets,
+    Grant,
     pack_request,
     read_grant,
     receive,
-    receive_parts,
+    receive_part,
     set_timeouts,
 )
+from kvferry.control.engines.tcp_pull import GivenUp, TcpPull
 from kvferry.control.engines.tcp_server import TcpServer
 from kvferry.control.security import PortInUseError, check_advertise, host_port
 from kvferry.control.workers import WorkerPool
@@ -46,18 +41,7 @@ from kvferry.control.workers import WorkerPool
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _POOLS_PER_CHANNEL = 4
-_STREAM_BYTES = 2 << 20
 _MAX_QUEUED = 65536
-
-
-class _GivenUp(Exception):  # noqa: N818 (a signal within this module, not an error)
-    """The pull that a stream belongs to has ended."""
-
-
-def _aligned(size: int) -> np.ndarray:
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size]
 
 
 class _Connections:
@@ -98,84 +82,6 @@ def _connect(address: str) -> socket.socket:
     return peer
 
 
-class _TcpPull(Pull):
-    def __init__(
-        self, source: tuple[str, int], specs: Sequence[Spec], channels: int, seconds: float
-    ) -> None:
-        self.address, self.key = source
-        self.specs = list(specs)
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
-        sizes = [spec.size * spec.dtype.itemsize for spec in specs]
-        starts, total = offsets(sizes)
-        self._buffer = _aligned(total)
-        self.views = [
-            self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)
-        ]
-        # A small transfer is faster on one stream than split over threads.
-        self.count = max(1, min(channels, total // _STREAM_BYTES))
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-        self._changed = threading.Condition()
-        self.running = self.count
-        self._done = 0
-        self._error: TransferError | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._error is not None or self._done == self.count
-
-    def wait(self, timeout_seconds: float) -> bool:
-        until = min(time.monotonic() + timeout_seconds, self._until)
-        with self._changed:
-            while not self.ended and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            if not self.ended and time.monotonic() >= self._until:
-                done = f"{self._done} of {self.count} streams had arrived"
-                self._error = TransferTimeoutError(
-                    f"{self._label}: not done in {self._seconds:.1f} s, {done}"
-                )
-            return self.ended
-
-    def result(self) -> list[jax.Array]:
-        if self._error is not None:
-            raise self._error
-        if not self.ended:
-            raise TransferError(f"{self._label}: has not ended")
-        host = [
-            view.view(spec.dtype).reshape(spec.shape)
-            for view, spec in zip(self.views, self.specs, strict=True)
-        ]
-        # Aligned, so that on CPU the arrays are these bytes and no copy of them.
-        places = [spec.sharding or default_sharding() for spec in self.specs]
-        return list(jax.device_put(host, places))
-
-    def cancel(self) -> None:
-        self.fail(TransferError(f"{self._label}: cancelled"))
-
-    def fail(self, error: TransferError) -> None:
-        with self._changed:
-            if not self.ended:
-                self._error = error
-            self._changed.notify_all()
-
-    def check(self) -> None:
-        if self._error is not None or time.monotonic() >= self._until:
-            raise _GivenUp
-
-    def finish_stream(self, problem: str) -> None:
-        with self._changed:
-            self.running -= 1
-            if not problem:
-                self._done += 1
-            elif not self.ended:
-                self._error = TransferError(f"{self._label}: {problem}")
-            self._changed.notify_all()
-
-    @property
-    def _label(self) -> str:
-        return f"pull {self.key} from {self.address}"
-
-
 @transfer_engine("tcp")
 class TcpEngine(TransferEngine):
     """Moves arrays over TCP.
@@ -185,13 +91,19 @@ class TcpEngine(TransferEngine):
             of streams of one pull; the two ends need not agree on it.
     """
 
+    exposure = (
+        "a stream has to prove a live transfer id, but KV pages, and with them the prompts, travel"
+        " unencrypted."
+    )
+
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._server: TcpServer | None = None
         self._idle = _Connections()
-        size = options.channels * _POOLS_PER_CHANNEL
-        self._workers = WorkerPool("kv-tcp-pull", size, _MAX_QUEUED)
-        self._pulls: set[_TcpPull] = set()
+        self._num_workers = options.channels * _POOLS_PER_CHANNEL
+        self._workers = WorkerPool("kv-tcp-pull", self._num_workers, _MAX_QUEUED)
+        self._buffers = BufferPool()
+        self._pulls: set[TcpPull] = set()
         self._lock = threading.Lock()
 
     def start(self) -> str:
@@ -267,16 +179,19 @@ class TcpEngine(TransferEngine):
         Raises:
             TransferError: If the engine is not running or too many pulls wait.
         """
-        pull = _TcpPull((address, key), specs, self.options.channels, deadline_seconds)
         if self._server is None:
             raise TransferError(f"pull {key}: transfer engine 'tcp' is not running")
+        memory = self._buffers.lend(total_bytes(specs))
+        pull = TcpPull((address, key), specs, memory, self.options.channels, deadline_seconds)
         with self._lock:
             self._pulls.add(pull)
         for index in range(pull.count):
-            if not self._workers.submit(
-                self._stream_job(pull, index), lambda error: self._end(pull, repr(error))
-            ):
-                self._end(pull, "too many pulls wait")
+            asked = self._ask_early(pull, index)
+            if asked is not None and pull.count == 1:
+                pull.read_here(asked, self._end_here)
+            else:
+                self._submit(pull, index, asked)
+        pull.make_early()
         return pull
 
     def disconnect(self, address: str) -> None:
@@ -301,17 +216,64 @@ class TcpEngine(TransferEngine):
         for pull in pulls:
             pull.cancel()
         self._workers.stop()
+        with self._lock:
+            self._pulls.clear()  # Streams that no thread had begun were dropped with their jobs.
         if self._server is not None:
             self._server.close()
             self._server = None
         self._idle.drop_all()
+        self._buffers.close()
 
-    def _stream_job(self, pull: _TcpPull, index: int) -> Callable[[], None]:
+    def _ask_early(self, pull: TcpPull, index: int) -> socket.socket | None:
+        """Asks for a stream on an idle connection, so that it comes while a thread wakes up.
+
+        Not if all threads are busy: the other end would then wait long for its bytes to be read.
+        """
+        if self._workers.pending >= self._num_workers:
+            return None
+        peer = self._idle.take(pull.address)
+        if peer is None:
+            return None
+        try:
+            # The challenge is there already, unless the peer has closed the connection.
+            challenge = peer.recv(CHALLENGE_BYTES, socket.MSG_DONTWAIT)
+            if len(challenge) == CHALLENGE_BYTES:
+                _ask(peer, pull, index, challenge)
+                return peer
+        except OSError:
+            pass  # Anew then, by the thread.
+        peer.close()
+        return None
+
+    def _submit(self, pull: TcpPull, index: int, asked: socket.socket | None) -> None:
+        job = self._stream_job(pull, index, asked)
+        if not self._workers.submit(job, lambda error: self._end(pull, repr(error))):
+            if asked is not None:
+                asked.close()
+            self._end(pull, "too many pulls wait")
+
+    def _end_here(self, pull: TcpPull, peer: socket.socket, problem: str | None) -> None:
+        """Takes a pull back from the thread that waits for it.
+
+        Args:
+            pull: The pull.
+            peer: Its connection, closed if it cannot be used again.
+            problem: What was wrong, or an empty text; None if the connection was stale.
+        """
+        if problem is None and not pull.ended:
+            self._submit(pull, 0, None)
+            return
+        if peer.fileno() >= 0:
+            self._idle.give_back(pull.address, peer)
+        self._end(pull, "given up" if problem is None else problem)
+
+    def _stream_job(
+        self, pull: TcpPull, index: int, asked: socket.socket | None
+    ) -> Callable[[], None]:
         def job() -> None:
             try:
-                pull.check()
-                problem = self._stream(pull, index)
-            except _GivenUp:
+                problem = self._stream(pull, index, asked)
+            except GivenUp:
                 problem = "given up"
             except (OSError, ValueError) as error:
                 problem = str(error)
@@ -319,43 +281,49 @@ class TcpEngine(TransferEngine):
 
         return job
 
-    def _end(self, pull: _TcpPull, problem: str) -> None:
+    def _end(self, pull: TcpPull, problem: str) -> None:
         pull.finish_stream(problem)
         if pull.running == 0:
             with self._lock:
                 self._pulls.discard(pull)
 
-    def _stream(self, pull: _TcpPull, index: int) -> str:
+    def _stream(self, pull: TcpPull, index: int, asked: socket.socket | None) -> str:
         """Receives one stream; returns what was wrong, or an empty text."""
-        peer, fresh = self._idle.take(pull.address), False
-        while True:
-            if peer is None:
-                peer, fresh = _connect(pull.address), True
-            try:
-                challenge = bytearray(CHALLENGE_BYTES)
-                receive(peer, memoryview(challenge), pull.check)
-                request = pack_request(pull.key, bytes(challenge), pull.nonce, index, pull.count)
-                peer.sendall(request)
-                grant = read_grant(peer, pull.check)
-                break
-            except OSError:
-                peer.close()
-                if fresh:
-                    raise
-                peer = None  # An idle connection that the peer has closed: once more, anew.
-            except _GivenUp:
-                peer.close()
-                raise
+        peer, grant = _granted(pull, index, asked)
         problem = grant.error
         try:
             if not problem:
-                theirs = [(tuple(shape), dtype) for shape, dtype in grant.leaves]
-                ours = [(tuple(spec.shape), str(spec.dtype)) for spec in pull.specs]
-                if theirs != ours:
-                    raise FrameError(f"published {theirs[:3]}.., asked for {ours[:3]}..")
-                receive_parts(peer, pull.views, index, pull.count, pull.check)
-        except (OSError, _GivenUp):
+                pull.check_grant(grant)
+                receive_part(peer, pull.memory, index, pull.count, pull.check)
+        except (OSError, GivenUp):
             peer.close()
             raise
         self._idle.give_back(pull.address, peer)
         return problem
+
+
+def _ask(peer: socket.socket, pull: TcpPull, index: int, challenge: bytes) -> None:
+    peer.sendall(pack_request(pull.key, challenge, pull.nonce, index, pull.count))
+
+
+def _granted(pull: TcpPull, index: int, asked: socket.socket | None) -> tuple[socket.socket, Grant]:
+    """Returns a connection and the answer that came on it to the request for a stream."""
+    peer = asked
+    while True:
+        fresh = peer is None
+        peer = peer or _connect(pull.address)
+        try:
+            pull.check()
+            if fresh:
+                challenge = bytearray(CHALLENGE_BYTES)
+                receive(peer, memoryview(challenge), pull.check)
+                _ask(peer, pull, index, bytes(challenge))
+            return peer, read_grant(peer, pull.check)
+        except OSError:
+            peer.close()
+            if fresh:
+                raise
+            peer = None  # An idle connection that the peer has closed: once more, anew.
+        except GivenUp:
+            peer.close()
+            raise

@@ -4,15 +4,21 @@
 The listening side opens with a random challenge. The pulling side answers with a request: a tag
 that names the publication, a proof that it knows the id (a digest keyed with it over the
 challenge), and which of how many streams this connection carries. The listening side replies with
-a grant: an error, or the shapes and dtypes of the arrays. Then come the bytes of the stream and
-their checksum. After that the connection is ready for another challenge.
+a grant: an error, or the shapes and dtypes of the arrays. Then come the bytes of the stream and an
+end mark. After that the connection is ready for another challenge.
 
 All arrays of a publication lie one after the other, each at a multiple of 64 bytes, so that the
-receiver can hand them to JAX without a copy; stream i of n carries the i-th part of that.
+receiver can hand them to JAX without a copy; stream i of n carries the i-th part of that, gaps
+included, so that it is received in as few calls as possible.
+
+There is no checksum here: TCP has one, and one that sees more than the way between two sockets is
+computed over the pages themselves (verified_pages.py).
 """
 
+import collections
 import hashlib
 import hmac
+import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -25,16 +31,22 @@ ALIGNMENT = 64
 CHALLENGE_BYTES = 16
 NONCE_BYTES = 16
 
-_MAGIC = b"kvT1"
+_MAGIC = b"kvT2"
 _TAG_BYTES = 16
 _PROOF_BYTES = 32
 _REQUEST = struct.Struct(f"!4s{_TAG_BYTES}s{_PROOF_BYTES}s{NONCE_BYTES}sHH")
 _LENGTH = struct.Struct("!I")
-_CHECKSUM = struct.Struct("!Q")
+_END = struct.Struct("!4sHQ")
+_END_MAGIC = b"end."
+END_BYTES = _END.size
+GRANT_HEAD_BYTES = _LENGTH.size
+_GAP = bytes(ALIGNMENT)
+_MAX_PIECES = 512  # Linux takes 1024.
 _MAX_GRANT_BYTES = 1 << 22
 _PIECE_BYTES = 16 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Check: TypeAlias = Callable[[int], None]
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -110,10 +122,12 @@ def read_request(peer: socket.socket) -> Request | None:
         OSError: If the connection fails or times out.
     """
     data = bytearray(_REQUEST.size)
-    first = peer.recv_into(data)
-    if first == 0:
+    # One call, so that its time limit holds for the request and not for each byte of it.
+    got = peer.recv_into(data, len(data), socket.MSG_WAITALL)
+    if got == 0:
         return None
-    receive(peer, memoryview(data)[first:])
+    if got < len(data):
+        raise FrameError(f"{got} of {len(data)} bytes of a request")
     magic, tag, proof, nonce, index, count = _REQUEST.unpack(data)
     if magic != _MAGIC or not index < count:
         raise FrameError("not a request of the tcp transfer engine")
@@ -126,12 +140,12 @@ def pack_grant(grant: Grant) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def read_grant(peer: socket.socket, check: Callable[[], None]) -> Grant:
+def read_grant(peer: socket.socket, check: Check) -> Grant:
     """Reads a grant.
 
     Args:
         peer: A connection on which a request was sent.
-        check: Called now and then; raises to give up.
+        check: As for `receive`.
 
     Returns:
         The grant.
@@ -140,13 +154,31 @@ def read_grant(peer: socket.socket, check: Callable[[], None]) -> Grant:
         FrameError: If it is something else.
         OSError: If the connection fails.
     """
-    head = bytearray(_LENGTH.size)
+    head = bytearray(GRANT_HEAD_BYTES)
     receive(peer, memoryview(head), check)
+    body = bytearray(grant_length(head))
+    receive(peer, memoryview(body), check)
+    return unpack_grant(body)
+
+
+def grant_length(head: bytearray) -> int:
+    """Returns the size of what follows the first `GRANT_HEAD_BYTES` of a grant.
+
+    Raises:
+        FrameError: If it cannot be one.
+    """
     (length,) = _LENGTH.unpack(head)
     if length > _MAX_GRANT_BYTES:
         raise FrameError(f"a grant of {length} bytes")
-    body = bytearray(length)
-    receive(peer, memoryview(body), check)
+    return int(length)
+
+
+def unpack_grant(body: bytearray) -> Grant:
+    """Returns a grant.
+
+    Raises:
+        FrameError: If it is something else.
+    """
     try:
         return msgspec.msgpack.decode(body, type=Grant)
     except msgspec.DecodeError as error:
@@ -169,6 +201,18 @@ def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
+def stream_range(total: int, index: int, count: int) -> tuple[int, int]:
+    """Returns the first byte and the end of what one stream carries.
+
+    Args:
+        total: Bytes in all, a multiple of `ALIGNMENT`.
+        index: Which stream.
+        count: How many streams.
+    """
+    units = total // ALIGNMENT
+    return units * index // count * ALIGNMENT, units * (index + 1) // count * ALIGNMENT
+
+
 def stream_parts(sizes: Sequence[int], index: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Yields what one stream carries.
 
@@ -181,34 +225,21 @@ def stream_parts(sizes: Sequence[int], index: int, count: int) -> Iterator[tuple
         Array, first byte and end byte within it, in order.
     """
     starts, total = offsets(sizes)
-    units = total // ALIGNMENT
-    low, high = (units * at // count * ALIGNMENT for at in (index, index + 1))
+    low, high = stream_range(total, index, count)
     for leaf, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         begin, end = max(low - start, 0), min(high - start, size)
         if begin < end:
             yield leaf, begin, end
 
 
-def checksum(data: Bytes) -> int:
-    """Sums bytes as 64-bit words: as fast as memory, and sees lost, stale or damaged bytes.
-
-    Args:
-        data: 1-D, uint8, contiguous.
-
-    Returns:
-        The sum modulo 2**64.
-    """
-    whole = data.size // 8 * 8
-    words = int(np.add.reduce(data[:whole].view(np.uint64), dtype=np.uint64))
-    tail = int.from_bytes(data[whole:].tobytes(), "little")
-    return (words + tail) & (2**64 - 1)
-
-
-def send_parts(peer: socket.socket, arrays: Sequence[Bytes], index: int, count: int) -> None:
-    """Sends one stream and its checksum.
+def send_parts(
+    peer: socket.socket, head: bytes, arrays: Sequence[Bytes], index: int, count: int
+) -> None:
+    """Sends a grant, its stream and the end mark.
 
     Args:
         peer: The connection.
+        head: The grant; with the bytes in one call, since the receiver wakes up for each.
         arrays: Each 1-D, uint8.
         index: Which stream.
         count: How many streams.
@@ -216,44 +247,66 @@ def send_parts(peer: socket.socket, arrays: Sequence[Bytes], index: int, count: 
     Raises:
         OSError: If the connection fails or times out.
     """
-    total = 0
-    for leaf, begin, end in stream_parts([array.size for array in arrays], index, count):
-        part = arrays[leaf][begin:end]
-        total = (total + checksum(part)) & (2**64 - 1)
-        for start in range(0, part.size, _PIECE_BYTES):
-            peer.sendall(part[start : start + _PIECE_BYTES].data)
-    peer.sendall(_CHECKSUM.pack(total))
+    sizes = [array.size for array in arrays]
+    low, high = stream_range(offsets(sizes)[1], index, count)
+    views = [memoryview(head)]
+    for leaf, begin, end in stream_parts(sizes, index, count):
+        views.append(arrays[leaf][begin:end].data)
+        if end == sizes[leaf] and end % ALIGNMENT:
+            views.append(memoryview(_GAP)[: -end % ALIGNMENT])
+    views.append(memoryview(_END.pack(_END_MAGIC, index, high - low)))
+    send_views(peer, views)
 
 
-def receive_parts(
-    peer: socket.socket,
-    arrays: Sequence[Bytes],
-    index: int,
-    count: int,
-    check: Callable[[], None],
-) -> None:
+def send_views(peer: socket.socket, views: Sequence[memoryview]) -> None:
+    """Sends pieces of memory one after the other, many in one call.
+
+    Args:
+        peer: The connection.
+        views: The pieces, in bytes.
+
+    Raises:
+        OSError: If the connection fails or times out.
+    """
+    waiting = collections.deque(views)
+    while waiting:
+        sent = peer.sendmsg(list(itertools.islice(waiting, _MAX_PIECES)))
+        while sent:
+            first = waiting.popleft()
+            if len(first) > sent:
+                waiting.appendleft(first[sent:])
+            sent -= min(sent, len(first))
+
+
+def receive_part(peer: socket.socket, memory: Bytes, index: int, count: int, check: Check) -> None:
     """Receives one stream into place.
 
     Args:
         peer: The connection.
-        arrays: Each 1-D, uint8; written to.
+        memory: 1-D, uint8, for all arrays as in `offsets`; written to.
         index: Which stream.
         count: How many streams.
-        check: Called now and then; raises to give up.
+        check: As for `receive`.
 
     Raises:
-        FrameError: If the checksum differs.
+        FrameError: If its end is not where it should be.
         OSError: If the connection fails.
     """
-    total = 0
-    for leaf, begin, end in stream_parts([array.size for array in arrays], index, count):
-        part = arrays[leaf][begin:end]
-        receive(peer, part.data, check)
-        total = (total + checksum(part)) & (2**64 - 1)
-    tail = bytearray(_CHECKSUM.size)
+    low, high = stream_range(memory.size, index, count)
+    receive(peer, memory[low:high].data, check)
+    tail = bytearray(END_BYTES)
     receive(peer, memoryview(tail), check)
-    if _CHECKSUM.unpack(tail)[0] != total:
-        raise FrameError(f"stream {index} of {count} arrived with a wrong checksum")
+    check_end(tail, index, high - low)
+
+
+def check_end(tail: bytearray, index: int, num_bytes: int) -> None:
+    """Checks the end mark of a stream.
+
+    Raises:
+        FrameError: If it is something else.
+    """
+    if _END.unpack(tail) != (_END_MAGIC, index, num_bytes):
+        raise FrameError(f"stream {index} has no end mark after {num_bytes} bytes")
 
 
 def set_timeouts(peer: socket.socket, receive_seconds: float, send_seconds: float) -> None:
@@ -277,13 +330,13 @@ def set_timeouts(peer: socket.socket, receive_seconds: float, send_seconds: floa
         peer.setsockopt(socket.SOL_SOCKET, option, value)
 
 
-def receive(peer: socket.socket, into: memoryview, check: Callable[[], None] | None = None) -> None:
+def receive(peer: socket.socket, into: memoryview, check: Check | None = None) -> None:
     """Fills a buffer.
 
     Args:
         peer: The connection, see `set_timeouts`.
         into: Where to.
-        check: Called after each wait that found nothing; raises to give up.
+        check: Called with the bytes that each wait has brought, 0 included; raises to give up.
 
     Raises:
         ConnectionError: If the connection is closed before the buffer is full.
@@ -297,10 +350,10 @@ def receive(peer: socket.socket, into: memoryview, check: Callable[[], None] | N
         except BlockingIOError:
             if check is None:
                 raise
-            check()
+            check(0)
             continue
         if got == 0:
             raise ConnectionError(f"closed by the peer after {done} of {len(into)} bytes")
         done += got
         if check is not None:
-            check()
+            check(got)

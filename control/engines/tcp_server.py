@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The publishing half of the tcp engine: a listening socket and one thread per connection.
 
-A puller that stops to read blocks its own connections only.
+A puller that stops to read blocks its own connections only. A connection that has not proved to
+know a live id is a stranger: it has a few seconds and one request, and the longest waiting stranger
+has to go when there are many, so that those who say nothing cannot keep others out.
 """
 
+import collections
 import contextlib
 import dataclasses
+import math
 import secrets
 import socket
 import threading
@@ -31,6 +35,9 @@ from kvferry.control.engines.tcp_frames import (
 
 _MAX_CONNECTIONS = 1024
 _IDLE_SECONDS = 60.0
+_MAX_STRANGERS = 256
+_STRANGER_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1
 _GONE = "nothing is published under this id: it was released, has expired, or never was"
 
 
@@ -84,6 +91,8 @@ class TcpServer:
         self._lock = threading.Condition()
         self._publications: dict[bytes, Publication] = {}
         self._connections: set[socket.socket] = set()
+        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
+        self._looks_at = math.inf
         self._closed = False
         for target, name in ((self._accept, "accept"), (self._expire, "expire")):
             threading.Thread(target=target, name=f"kv-tcp-{name}", daemon=True).start()
@@ -105,7 +114,8 @@ class TcpServer:
                 return False
             until = time.monotonic() + deadline_seconds
             self._publications[tag] = Publication(key, arrays, until)
-            self._lock.notify_all()
+            if until < self._looks_at:
+                self._lock.notify_all()
             return True
 
     def release(self, key: int) -> None:
@@ -125,22 +135,28 @@ class TcpServer:
             self._lock.notify_all()
             _shut(self._listener)
             self._listener.close()
-            for peer in self._connections:
+            for peer in (*self._connections, *self._strangers):
                 _shut(peer)
 
     def _accept(self) -> None:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                return  # Closed.
-            with self._lock:
-                refuse = self._closed or len(self._connections) >= _MAX_CONNECTIONS
-                if not refuse:
-                    self._connections.add(peer)
-            if refuse:
-                peer.close()
+            except OSError as error:
+                if self._closed:
+                    return
+                # No more file descriptors, say: that passes.
+                logging.log_every_n_seconds(logging.WARNING, "tcp engine: accept: %s", 5, error)
+                time.sleep(_PAUSE_SECONDS)
                 continue
+            with self._lock:
+                if self._closed:
+                    peer.close()
+                    return
+                if len(self._strangers) >= _MAX_STRANGERS:
+                    oldest, _ = self._strangers.popitem(last=False)
+                    _shut(oldest)
+                self._strangers[peer] = None
             threading.Thread(
                 target=self._serve, args=(peer,), name="kv-tcp-serve", daemon=True
             ).start()
@@ -148,7 +164,7 @@ class TcpServer:
     def _serve(self, peer: socket.socket) -> None:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            set_timeouts(peer, _IDLE_SECONDS, _IDLE_SECONDS)
+            set_timeouts(peer, _STRANGER_SECONDS, _STRANGER_SECONDS)
             while self._answer(peer):
                 pass
         except OSError as error:
@@ -157,9 +173,11 @@ class TcpServer:
         finally:
             with self._lock:
                 self._connections.discard(peer)
+                self._strangers.pop(peer, None)
             peer.close()
 
     def _answer(self, peer: socket.socket) -> bool:
+        """Answers a request; returns whether there may be another one on the connection."""
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         peer.sendall(challenge)
         request = read_request(peer)
@@ -168,7 +186,7 @@ class TcpServer:
         publication = self._take(peer, request, challenge)
         if isinstance(publication, str):
             peer.sendall(pack_grant(Grant(error=publication)))
-            return True
+            return peer in self._connections
         try:
             self._send(peer, request, publication)
         finally:
@@ -184,6 +202,12 @@ class TcpServer:
                 return _GONE
             if not is_proven(request, publication.key, challenge):
                 raise FrameError("a request that does not prove its id")
+            if peer not in self._connections:
+                if peer not in self._strangers or len(self._connections) >= _MAX_CONNECTIONS:
+                    return f"there are {_MAX_CONNECTIONS} connections already"
+                del self._strangers[peer]
+                self._connections.add(peer)
+                set_timeouts(peer, _IDLE_SECONDS, _IDLE_SECONDS)
             publication.taker = publication.taker or request.nonce
             if publication.taker != request.nonce or request.index in publication.taken:
                 return "this id was pulled before; ids are for one use"
@@ -198,8 +222,8 @@ class TcpServer:
             peer.sendall(pack_grant(Grant(error=f"the published arrays failed: {error}"[:4096])))
             return
         leaves = [(list(array.shape), str(array.dtype)) for array in publication.arrays]
-        peer.sendall(pack_grant(Grant(leaves=leaves)))
-        send_parts(peer, arrays, request.index, request.count)
+        head = pack_grant(Grant(leaves=leaves))
+        send_parts(peer, head, arrays, request.index, request.count)
 
     def _expire(self) -> None:
         with self._lock:
@@ -208,7 +232,10 @@ class TcpServer:
                 for each in [p for p in self._publications.values() if p.until <= now]:
                     self.release(each.key)
                 waits = [each.until - now for each in self._publications.values()]
-                self._lock.wait(max(0.05, min(waits)) if waits else None)
+                wait = max(0.05, min(waits)) if waits else None
+                # Woken for nothing, it would take the processor from what is being sent.
+                self._looks_at = math.inf if wait is None else now + wait
+                self._lock.wait(wait)
 
 
 def _shut(peer: socket.socket) -> None:

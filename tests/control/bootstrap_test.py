@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvferry.control import bootstrap
 from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.discovery import Discovery
@@ -39,21 +40,21 @@ class Answer:
 class Clients:
     """Registrations and look-ups of one process."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, options: ChannelOptions = OPTIONS) -> None:
         self.port = port
         self.loop = ControlLoop("clients")
         self.loop.start()
         self.tally = Tally()
         self.resolver = WorkerPool("resolve", 1, 10)
         self.resolver.start()
-        self.discovery = Discovery(self.loop, self.tally, OPTIONS, self.resolver)
+        self.discovery = Discovery(self.loop, self.tally, options, self.resolver)
 
     def register(self, registered: Instance, rooms: list[int] | None = None) -> Registration:
         made = Registration(
             self.loop,
             self.tally,
             OPTIONS,
-            ("127.0.0.1", self.port),
+            [("127.0.0.1", self.port)],
             registered,
             lambda: rooms or [],
         )
@@ -145,8 +146,12 @@ def test_a_restarted_server_is_registered_with_again(clients: Clients) -> None:
     registration = clients.register(instance("a", 1), rooms=[3])
     other = clients.register(instance("b", 2))
     wait_until(lambda: registration.registered and other.registered)
+    assert registration.problem is None
     first.stop()
     wait_until(lambda: not registration.registered)
+    assert registration.problem is None  # It may be back soon,
+    wait_until(lambda: registration.problem)  # or not.
+    assert f"127.0.0.1:{first.port}" in str(registration.problem)
     second = start(first.port)
     answer = clients.find(3)  # Asked before anyone is back: it waits, whoever is back first.
     wait_until(lambda: answer.there, 3.0)
@@ -236,6 +241,7 @@ def test_a_refused_registration_goes_on_trying(
     older = clients.register(instance("old", generation=1))
     time.sleep(0.3)
     assert not older.registered
+    assert "registration refused" in str(older.problem)
     clients.call(newer.close)
     wait_until(lambda: older.registered, 3.0)
     assert server.counters()["bootstrap_instances"] == 1
@@ -260,3 +266,52 @@ def test_its_death_is_seen() -> None:
     wait_until(lambda: server.failure)
     assert "control thread died: KeyError('bug')" in str(server.failure)
     server.stop()
+
+
+def test_look_ups_that_wait_are_given_up_and_nothing_is_kept(
+    server: ZmqBootstrapServer, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "_PARK_SECONDS", 1.0)
+    first, second = clients.register(instance("a", 1)), clients.register(instance("b", 2))
+    wait_until(lambda: first.registered and second.registered)
+    never = [clients.find(5), clients.find(5), clients.find(6)]
+    found = clients.find(7)
+    wait_until(lambda: server.counters()["bootstrap_parked"] == 4)
+    clients.call(lambda: second.announce(7))
+    wait_until(lambda: found.there)
+    wait_until(lambda: all(answer.there for answer in never), 5.0)
+    assert [answer.missing[0] for answer in never] == [
+        f"no prefill server has announced room {room}" for room in (5, 5, 6)
+    ]
+    assert server.counters()["bootstrap_parked"] == 0 and not server._parked
+
+
+def test_look_ups_do_not_wait_for_servers_that_are_gone(
+    server: ZmqBootstrapServer, clients: Clients
+) -> None:
+    first, second = clients.register(instance("a", 1)), clients.register(instance("b", 2))
+    wait_until(lambda: first.registered and second.registered)
+    waiting = clients.find(5)
+    wait_until(lambda: server.counters()["bootstrap_parked"] == 1)
+    clients.call(first.close)
+    clients.call(second.close)
+    wait_until(lambda: waiting.there, 3.0)
+    # The one that went last stood for all rooms while it was alone, if that was seen.
+    assert waiting.found or "no prefill server is registered" in waiting.missing[0]
+    assert not server._parked and not server._queue
+
+
+def test_the_number_of_look_ups_that_wait_is_bounded(
+    server: ZmqBootstrapServer, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "_MAX_PARKED", 2)
+    first, second = clients.register(instance("a", 1)), clients.register(instance("b", 2))
+    wait_until(lambda: first.registered and second.registered)
+    answers = [clients.find(room) for room in (5, 6, 7)]
+    wait_until(lambda: answers[2].there)
+    assert answers[2].missing == ["2 look-ups are waiting already"]
+    clients.call(lambda: first.announce(5))
+    wait_until(lambda: answers[0].there)
+    again = clients.find(8)
+    wait_until(lambda: server.counters()["bootstrap_parked"] == 2)
+    assert not again.there

@@ -51,7 +51,7 @@ def _install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):  # type: 
 
 
 def test_built_in_engines() -> None:
-    assert {"jax", "fake"} <= set(engine_names())
+    assert {"auto", "fake", "jax", "shm", "tcp", "zmq"} <= set(engine_names())
     assert isinstance(create_engine("jax", EngineOptions()), JaxEngine)
     assert isinstance(create_engine("fake", EngineOptions()), FakeEngine)
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traps of `jax.experimental.transfer` that the engine closes; engines_test.py has the rest."""
 
+import functools
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
+from kvferry.control.engines import jax_watch
 from kvferry.control.engines.base import (
     EngineOptions,
     EngineStartError,
     TransferError,
-    TransferTimeoutError,
     shard_plan,
 )
 from kvferry.control.engines.canary import self_test
@@ -136,12 +138,101 @@ def test_an_error_does_not_spoil_the_next_pull(engine: JaxEngine, address: str) 
         engine.release(key, delivered=True)
 
 
-def test_a_dead_port_times_out(engine: JaxEngine) -> None:
-    pull = engine.pull(f"127.0.0.1:{free_port()}", 1, [SPEC], 0.3)
-    assert pull.wait(5.0)
-    with pytest.raises(TransferTimeoutError, match="0 of 1 arrays had arrived"):
-        pull.result()
-    assert engine.failure is None
+def test_a_dead_port_is_refused_at_once(engine: JaxEngine) -> None:
+    """The library would wait for it for ever."""
+    port = free_port()
+    with pytest.raises(TransferError, match=f"pull 1 from 127.0.0.1:{port}: .*refused"):
+        engine.pull(f"127.0.0.1:{port}", 1, [SPEC], 5.0)
+    assert engine.failure is None and engine.counters()["draining_pulls"] == 0
+
+
+@pytest.mark.parametrize("shape", [(16,), (1 << 20,)])
+def test_a_peer_that_cannot_be_reached_makes_no_one_unhealthy(
+    engine: JaxEngine, address: str, shape: tuple[int]
+) -> None:
+    """Its pulls hold no receive buffers, however many are given up."""
+    before = engine.counters()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
+        where = f"127.0.0.1:{mute.getsockname()[1]}"
+        for number in range(3 * engine.options.parallel_copies):
+            pull = engine.pull(where, number, [jax.ShapeDtypeStruct(shape, jnp.float32)], 0.01)
+            if number % 2:
+                pull.cancel()
+            assert wait_until(functools.partial(pull.wait, 0.01)) < 2.0
+            with pytest.raises(TransferError):
+                pull.result()
+        # What is small was ended for good; of what is large, bytes might have been under way.
+        assert engine.counters()["draining_pulls"] == (0 if shape == (16,) else 24)
+        watch = engine._watch
+        wait_until(lambda: not watch._suspected and watch._probe is None)  # It has looked.
+        assert engine.failure is None
+        same(engine, address)
+    # The library reports the end of a connection that never was one.
+    wait_until(lambda: engine.counters() == before | {"connections": 1}, 10.0)
+    wait_until(lambda: not watch.active)
+
+
+def same(engine: JaxEngine, address: str) -> None:
+    key = IDS.next_id()
+    engine.publish(key, [jnp.arange(1024.0)], 10.0)
+    pull = engine.pull(address, key, [SPEC], 5.0)
+    assert pull.wait(6.0)
+    np.testing.assert_array_equal(pull.result()[0], np.arange(1024.0))
+    engine.release(key, delivered=True)
+
+
+class FakeProbe:
+    """Pulls of a process from itself that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.made = 0
+        self.watch = jax_watch.ReceiveWatch(self, lambda: None)
+
+    def __call__(self) -> Any:
+        self.made += 1
+        return self
+
+    def is_ready(self) -> bool:
+        return self.ended
+
+    def block_until_ready(self) -> None:
+        assert self.ended
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.watch.tick()
+
+
+def test_health_is_red_while_nothing_arrives_even_from_the_process_itself() -> None:
+    probe = FakeProbe()
+    probe.ticks(100)
+    assert probe.made == 0 and not probe.watch.active
+    probe.watch.suspect()
+    probe.ticks(49)
+    assert probe.watch.failure is None
+    probe.watch.arrived()  # From a peer: slow, but not wedged.
+    probe.ticks(49)
+    assert probe.watch.failure is None
+    probe.ticks(1)
+    assert "nothing arrives any more" in str(probe.watch.failure)
+    assert probe.made == 1
+    probe.ended = True
+    probe.ticks(1)
+    assert probe.watch.failure is None and not probe.watch.active
+
+
+def test_pulls_that_drain_are_a_reason_to_look_again_and_again() -> None:
+    probe = FakeProbe()
+    probe.ended = True
+    waits = FakeProbe()
+    probe.watch.drain([waits], None)  # type: ignore[list-item]
+    probe.ticks(100)
+    assert probe.made == 4 and probe.watch.num_draining == 1
+    waits.ended = True
+    assert probe.watch.num_draining == 0
+    probe.ticks(100)
+    assert probe.made == 4
 
 
 def test_a_malformed_address_is_an_error(engine: JaxEngine) -> None:
@@ -169,7 +260,7 @@ def test_an_array_that_failed_to_compute_ends_the_pull(engine: JaxEngine, addres
 def test_the_tick_thread_sleeps_while_there_is_nothing_to_expire() -> None:
     engine = JaxEngine(EngineOptions(channels=1))
     address = engine.start()
-    assert not engine._expiring()
+    assert not engine._expiring() and not engine._watch.active
     engine.publish(5, [jnp.ones(1024)], 0.2)
     assert engine._expiring()
     engine.pull(address, 5, [SPEC], 5.0).wait(6.0)

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
-from kvferry.control.connection import KVManager, KVReceiver, KVSender
+from kvferry.control.connection import KVManager, KVPages, KVReceiver, KVSender
 from kvferry.control.engines.base import EngineOptions, TransferEngine
 from kvferry.control.engines.fake_engine import FakeEngine, FakeNetwork
 from kvferry.control.engines.registry import create_engine
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.kv_poll import KVPoll
 from kvferry.control.messages import KVMetadata
-from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.zmq_connection import ControlOptions, create_manager
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -210,12 +209,11 @@ def pair(
     decode: ControlOptions = QUICK,
     layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
     engines: tuple[TransferEngine, TransferEngine] | None = None,
+    wrap: Callable[[KVPages], KVPages] = lambda pages: pages,
 ) -> Iterator[Pair]:
     """Runs a pair; afterwards everything is stopped."""
     network = FakeNetwork()
-    bootstrap = ZmqBootstrapServer(
-        "127.0.0.1", 0, options=ChannelOptions(peer_timeout_seconds=prefill.peer_timeout_seconds)
-    )
+    bootstrap = ZmqBootstrapServer("127.0.0.1", 0, options=prefill.channel_options())
     with contextlib.ExitStack() as stack:
         bootstrap.start()
         stack.callback(bootstrap.stop)
@@ -233,7 +231,7 @@ def pair(
                 "prefill" if role == "prefill" else "decode",
                 options=options,
                 layout=layouts[index],
-                pages=pool,
+                pages=wrap(pool),
                 engine=made,
                 on_event=events,
             )

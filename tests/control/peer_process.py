@@ -27,17 +27,23 @@ class PeerProcess:
     """Starts and drives such a process.
 
     Args:
-        options: "role", "engine", and anything that `_Peer` reads.
+        options: "role", "engine", and anything that `Peer` reads.
     """
+
+    module = "kvferry.tests.control.peer_process"
 
     def __init__(self, **options: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.tests.control.peer_process", json.dumps(options)],
+            [sys.executable, "-m", self.module, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         self.ports: dict[str, int] = self._read()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __call__(self, command: str, **values: Any) -> Any:
         assert self._process.stdin is not None
@@ -92,14 +98,12 @@ def peer_process(**options: Any) -> Iterator[PeerProcess]:
         peer.close()
 
 
-class _Peer:
+class Peer:
     """The inside of the process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from kvferry.control.bootstrap import ZmqBootstrapServer
         from kvferry.control.control_loop import ControlLoop
-        from kvferry.control.engines.base import EngineOptions
-        from kvferry.control.engines.registry import create_engine
         from kvferry.control.side_channel import ChannelOptions
         from kvferry.control.zmq_connection import ControlOptions, create_manager
         from kvferry.control.zmq_prefill import PrefillManager
@@ -121,25 +125,35 @@ class _Peer:
             self._bootstrap.start()
             control = dataclasses.replace(control, bootstrap_port=self._bootstrap.port)
         self._pool = pairs.Pool(
-            64, seed=options.get("seed"), page_shape=tuple(options.get("page_shape", PAGE_SHAPE))
+            options.get("num_pages", 64),
+            seed=options.get("seed"),
+            page_shape=tuple(options.get("page_shape", PAGE_SHAPE)),
         )
         self._manager = create_manager(
             role,
             options=control,
             layout=pairs.LAYOUT,
             pages=self._pool,
-            engine=create_engine(
-                options.get("engine", "jax"),
-                EngineOptions(channels=2, port=options.get("engine_port", 0)),
-            ),
+            engine=self.make_engine(options),
             on_event=lambda: None,
             loop=self._loop,
         )
+        self.prepare(options)
         self._manager.start()
         self._legs: dict[int, Any] = {}
         self.ports = {"bootstrap": control.bootstrap_port}
         if isinstance(self._manager, PrefillManager):
             self.ports["side_channel"] = self._manager.instance.side_channel_port
+
+    def make_engine(self, options: dict[str, Any]) -> Any:
+        from kvferry.control.engines.base import EngineOptions
+        from kvferry.control.engines.registry import create_engine
+
+        port = options.get("engine_port", 0)
+        return create_engine(options.get("engine", "jax"), EngineOptions(channels=2, port=port))
+
+    def prepare(self, options: dict[str, Any]) -> None:
+        """For derived classes: called before the manager starts."""
 
     def open(self, room: int, **more: Any) -> None:
         if more:
@@ -215,7 +229,7 @@ class _Peer:
         self._loop.stop()
 
 
-def main() -> None:
+def main(kind: type[Peer] = Peer) -> None:
     """Serves commands until the input ends."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever a library prints must not get between the answers.
@@ -224,7 +238,8 @@ def main() -> None:
         output.write(json.dumps(values) + "\n")
         output.flush()
 
-    peer = _Peer(json.loads(sys.argv[1]))
+    # Without arguments the options are the first line: everything is imported by then.
+    peer = kind(json.loads(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline()))
     answer(result=peer.ports)
     for line in sys.stdin:
         request = json.loads(line)

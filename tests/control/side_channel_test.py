@@ -14,7 +14,9 @@ import pytest
 import zmq
 from hypothesis import strategies
 
+from kvferry.control import sockets
 from kvferry.control.control_loop import ControlLoop
+from kvferry.control.keys import make_keys
 from kvferry.control.messages import HeartbeatAck, HelloWanted, KVAccept, Message, Ping, Refused
 from kvferry.control.security import CurveKeys, InsecureBindError, PortInUseError
 from kvferry.control.side_channel import ChannelOptions, ClientChannel, ServerChannel
@@ -213,6 +215,17 @@ def test_bytes_that_are_not_zmq_do_no_harm(server: Server, connect: Callable[...
     assert server.loop.alive
 
 
+def test_who_connects_and_says_nothing_has_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.3)
+    impatient = Server()
+    with socket.create_connection(("127.0.0.1", impatient.port)) as silent:
+        silent.settimeout(5.0)
+        while silent.recv(1000):  # Its own greeting first.
+            pass
+    wait_until(lambda: impatient.tally.snapshot() == {"refused_handshakes": 1})
+    impatient.loop.stop()
+
+
 def test_a_client_survives_what_a_server_sends(connect: Callable[..., Client]) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -264,17 +277,93 @@ def test_ipv6(connect: Callable[..., Client]) -> None:
     server.loop.stop()
 
 
-def test_with_keys_only_those_who_know_the_server_get_in(connect: Callable[..., Client]) -> None:
-    server_public, server_secret = zmq.curve_keypair()
-    keys = CurveKeys(public_key=server_public, secret_key=server_secret, server_key=server_public)
+def test_only_the_same_keys_get_in_and_both_ends_say_so(
+    connect: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, others = make_keys(), make_keys()
     server = Server(ChannelOptions(keys=keys))
-    public, secret = zmq.curve_keypair()
-    knows = CurveKeys(public_key=public, secret_key=secret, server_key=server_public)
-    client = connect(server.port, ChannelOptions(keys=knows))
+    client = connect(server.port, ChannelOptions(keys=keys))
     wait_until(lambda: client.up)
     assert client.send(KVAccept(transfer_id=2))
     wait_until(lambda: server.messages)
-    stranger = connect(server.port)
-    wait_until(lambda: stranger.down, 3.0)
-    assert len(server.messages) == 1
+    without = connect(server.port)
+    wait_until(lambda: without.down, 3.0)
+    assert "; this process has no --curve_key_file; the other end may have one" in without.down[0]
+    wrong = connect(server.port, ChannelOptions(keys=others))
+    wait_until(lambda: wrong.down, 3.0)
+    assert f"needs the --curve_key_file of this process, keys {others.label}" in wrong.down[0]
+    assert not without.up and not wrong.up and len(server.messages) == 1
+    wait_until(lambda: server.tally.snapshot() == {"refused_handshakes": 2})
     server.loop.stop()
+    assert (
+        f"127.0.0.1:{server.port} as we do; the other end needs the --curve_key_file" in caplog.text
+    )
+
+
+def test_a_client_with_keys_does_not_talk_to_a_server_without(
+    server: Server, connect: Callable[..., Client]
+) -> None:
+    client = connect(server.port, ChannelOptions(keys=make_keys()))
+    wait_until(lambda: client.down, 3.0)
+    assert "the other end needs the --curve_key_file" in client.down[0] and not client.up
+    wait_until(lambda: server.tally.snapshot() == {"refused_handshakes": 1})
+
+
+def test_a_client_that_can_be_told_is_told_that_its_key_is_refused(
+    connect: Callable[..., Client],
+) -> None:
+    class Knows(CurveKeys):
+        def secure_client(self, target: zmq.Socket[bytes]) -> None:
+            super().secure_client(target)
+            target.curve_publickey, target.curve_secretkey = zmq.curve_keypair()
+
+    keys = make_keys()
+    server = Server(ChannelOptions(keys=keys))
+    knows = Knows(public_key=keys.public_key, secret_key=keys.secret_key)
+    client = connect(server.port, ChannelOptions(keys=knows))
+    wait_until(lambda: client.down, 3.0)
+    assert "the peer refused our key" in client.down[0]
+    server.loop.stop()
+
+
+def test_two_servers_on_one_loop_share_the_gate_and_not_the_keys(
+    connect: Callable[..., Client],
+) -> None:
+    keys, others = make_keys(), make_keys()
+    server = Server(ChannelOptions(keys=keys))
+    second = ServerChannel(
+        server.loop, Tally(), ChannelOptions(keys=others), lambda *_: None, lambda _: None
+    )
+    port = server.loop.call(lambda: second.open("127.0.0.1", 0))
+    for good, at, bad in ((keys, server.port, others), (others, port, keys)):
+        inside = connect(at, ChannelOptions(keys=good))
+        outside = connect(at, ChannelOptions(keys=bad))
+        wait_until(lambda inside=inside: inside.up, 3.0)  # type: ignore[misc]
+        wait_until(lambda outside=outside: outside.down, 3.0)  # type: ignore[misc]
+    server.loop.stop()
+
+
+@pytest.mark.parametrize("host", ["240.0.0.1", "255.255.255.255", "fe80::1%nosuch", "224.0.0.1"])
+def test_an_address_that_nobody_can_have_is_down_and_not_a_dead_loop(
+    connect: Callable[..., Client], host: str
+) -> None:
+    options = ChannelOptions(connect_timeout_seconds=0.2, keys=make_keys())
+    client = connect(9, options, host=host)
+    wait_until(lambda: client.down, 2.0)
+    assert client.loop.alive and host in client.down[0]
+
+
+def test_a_message_that_is_too_long_is_undeliverable_and_nothing_else(
+    server: Server, connect: Callable[..., Client]
+) -> None:
+    client = connect(server.port)
+    wait_until(lambda: client.up)
+    assert client.send(HelloWanted())
+    wait_until(lambda: server.messages)
+    peer = server.messages[0][0]
+    long = Refused(reason="x" * (9 << 20))
+    assert not client.send(long)
+    assert not server.loop.call(lambda: server.channel.send(peer, long))
+    assert client.tally.snapshot()["undeliverable"] == 1
+    assert server.loop.call(lambda: server.channel.send(peer, KVAccept(transfer_id=1)))
+    wait_until(lambda: client.messages)

@@ -51,7 +51,7 @@ def free_port() -> int:
 class Decode:
     """The decode side in this process."""
 
-    def __init__(self, page_shape: tuple[int, ...] = PAGE_SHAPE) -> None:
+    def __init__(self, page_shape: tuple[int, ...] = PAGE_SHAPE, *, engine: str = "jax") -> None:
         self.pool = Pool(64, page_shape=page_shape)
         self.manager: KVManager = create_manager(
             "decode",
@@ -62,7 +62,7 @@ class Decode:
             ),
             layout=LAYOUT,
             pages=self.pool,
-            engine=create_engine("jax", EngineOptions(channels=2)),
+            engine=create_engine(engine, EngineOptions(channels=2)),
             on_event=lambda: None,
         )
         self.manager.start()

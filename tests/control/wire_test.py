@@ -44,7 +44,6 @@ VALUES: dict[str, Any] = {
     "last": True,
     "rooms": [0, (1 << 63) - 1],
     "transfer_ids": [1, 2],
-    "digests": [1],
     "extra": {"limit": 3, "name": "x", "share": 0.5, "flag": True},
     "instance_id": "i" * 32,
     "server_id": "s",

@@ -2,6 +2,7 @@
 import functools
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -13,7 +14,7 @@ def _wait(event: threading.Event) -> None:
     event.wait(5.0)
 
 
-def unexpected(error: Exception) -> None:
+def unexpected(error: BaseException) -> None:
     raise AssertionError(f"not expected: {error!r}")
 
 
@@ -33,7 +34,7 @@ def test_jobs_run_on_named_threads() -> None:
 def test_a_failing_job_is_reported_and_the_thread_goes_on() -> None:
     pool = WorkerPool("work", 1, 10)
     pool.start()
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     results: list[int] = []
 
     def fail() -> None:
@@ -76,3 +77,18 @@ def test_stop_drops_what_waits() -> None:
 def test_it_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread, got 0"):
         WorkerPool("none", 0, 1)
+
+
+def test_an_idle_thread_holds_nothing_of_its_last_job() -> None:
+    pool = WorkerPool("test", 1, 4)
+    pool.start()
+
+    class Large:
+        """Stands for an array."""
+
+    large = Large()
+    alive = weakref.ref(large)
+    pool.submit(functools.partial(print, large), functools.partial(print, large))
+    del large
+    wait_until(lambda: alive() is None)
+    pool.stop()

@@ -3,12 +3,15 @@
 
 import dataclasses
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 
-from kvferry.control.engines.base import EngineOptions, TransferError
+from kvferry.control.connection import KVReceiver
+from kvferry.control.engines.base import EngineOptions, Pull, Spec, TransferError
 from kvferry.control.engines.fake_engine import FakeEngine, FakeNetwork
 from kvferry.control.kv_poll import KVPoll
 from kvferry.tests.control.pairs import (
@@ -123,6 +126,8 @@ def test_a_late_prefill_leg_of_a_failed_room_fails_at_once(both: Pair) -> None:
 
 
 def test_orphans_of_either_side_end(both: Pair) -> None:
+    # Before, a look-up may wait longer than the decode leg does for progress.
+    wait_until(lambda: both.bootstrap.settled)
     sender = both.prefill.manager.open_sender(80)
     receiver = both.receiver(81)
     receiver.request([1], prompt_tokens=4)
@@ -144,6 +149,71 @@ def test_a_pull_that_never_arrives_ends(both: Pair) -> None:
     assert "the cable is cut" in fails(sender, AT_ONCE)
     both.network.set(error="")
     both.transfer()
+
+
+def test_a_pull_lives_as_long_as_data_arrives() -> None:
+    quick = dataclasses.replace(QUICK, pull_timeout_seconds=0.3)
+    with pair(decode=quick) as both:
+        sender, receiver = both.ready(1)
+        both.network.set(held=True)
+        assert sender.send([0], last=True, metadata=metadata())
+        since = time.monotonic()
+
+        def moved() -> bool:
+            both.network.progress += 1
+            return time.monotonic() - since > 4 * quick.pull_timeout_seconds
+
+        wait_until(moved)
+        assert receiver.poll() is KVPoll.Transferring, receiver.failure
+        assert "brought nothing for 0.3 s" in fails(receiver, 1.0)
+        assert "brought nothing for 0.3 s" in fails(sender, AT_ONCE)
+        both.network.set(held=False)
+        wait_until(both.at_baseline)
+        both.transfer()
+
+
+def _stays(leg: KVReceiver, state: KVPoll, seconds: float) -> None:
+    until = time.monotonic() + seconds
+
+    def over() -> bool:
+        assert leg.poll() is state, leg.failure
+        return time.monotonic() > until
+
+    wait_until(over)
+
+
+class _OneByOne(FakeEngine):
+    """Lets a pull of pages begin for each permit."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        super().__init__(EngineOptions(), network)
+        self.permits = threading.Semaphore(100)
+
+    def pull(self, address: str, key: int, specs: Sequence[Spec], deadline_seconds: float) -> Pull:
+        if specs[0].dtype == "uint16":
+            assert self.permits.acquire(timeout=10.0)
+        return super().pull(address, key, specs, deadline_seconds)
+
+
+def test_a_room_lives_as_long_as_those_before_it_move() -> None:
+    one = dataclasses.replace(QUICK, pull_workers=1, progress_timeout_seconds=2.0)
+    network = FakeNetwork()
+    slow = _OneByOne(network)
+    with pair(
+        prefill=one, decode=one, engines=(FakeEngine(EngineOptions(), network), slow)
+    ) as both:
+        both.transfer(1)  # The self-test and the test arrays of the first meeting are behind us.
+        while slow.permits.acquire(blocking=False):
+            pass
+        legs = [both.ready(1) for _ in range(5)]
+        for sender, _ in legs:
+            assert sender.send([0], last=True, metadata=metadata())
+        for sender, receiver in legs:
+            reaches(receiver, KVPoll.Transferring)
+            _stays(receiver, KVPoll.Transferring, 0.6)
+            slow.permits.release()
+            commit_all(receiver)
+            reaches(sender, KVPoll.Success)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair that stages pages in host slots answers like one that does not."""
+"""A pair that stages pages in host slots, and checks their digests, answers like any other."""
 
 import concurrent.futures
 import pathlib
@@ -8,10 +8,11 @@ from kvferry.demo.stack import Stack
 from kvferry.tests.e2e.serving import TINY_FLAGS, by_role, generate, state, wait_at_rest
 
 
-def test_staged_answers_are_the_same(pair: Stack, tiny_model: pathlib.Path) -> None:
+def test_staged_and_verified_answers_are_the_same(pair: Stack, tiny_model: pathlib.Path) -> None:
     prompts = [[n + 1] * (29 * n % 480 + 1) for n in range(24)]
     wanted = [generate(pair.router_url, ids, 4)["output_ids"] for ids in prompts]
-    flags = {**by_role(TINY_FLAGS), "prefill": (*TINY_FLAGS, "--enable_d2h_staging")}
+    common = (*TINY_FLAGS, "--verify_kv")
+    flags = {**by_role(common), "prefill": (*common, "--enable_d2h_staging")}
     with Stack(tiny_model, flags=flags) as staged:
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             answers = list(threads.map(lambda ids: generate(staged.router_url, ids, 4), prompts))

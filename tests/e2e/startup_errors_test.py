@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvferry.control.keys import make_keys, write_keys
 from kvferry.demo.ports import LOOPBACK, PortPicker
 from kvferry.tests.engine.checkpoints import copy_tiny, smollm2_path, tiny_folder
 
@@ -19,7 +20,9 @@ _TIMEOUT_SECONDS = 60.0
 def _start(main: str, *flags: str) -> str:
     """Runs a main that must fail; returns what it says after "error: "."""
     ports = PortPicker()
-    names = ("port", "bootstrap_port", "side_channel_port", "kv_transfer_port")
+    names: tuple[str, ...] = ("bootstrap_port",)
+    if main != "bootstrap_main":
+        names += ("port", "side_channel_port", "kv_transfer_port")
     chosen = [f"--{name}={ports.pick()}" for name in names if f"--{name}=" not in " ".join(flags)]
     found = subprocess.run(
         [sys.executable, "-m", f"kvferry.control.{main}", *chosen, *flags],
@@ -73,9 +76,32 @@ def test_port_taken(flag: str) -> None:
     assert f"--{flag}" in message
 
 
-def test_beyond_loopback_without_keys() -> None:
-    message = _start("prefill_main", f"--model_path={tiny_folder('qwen2')}", "--host=0.0.0.0")
+@pytest.mark.parametrize("main", ["prefill_main", "bootstrap_main"])
+def test_beyond_loopback_without_keys(main: str) -> None:
+    model = () if main == "bootstrap_main" else (f"--model_path={tiny_folder('qwen2')}",)
+    message = _start(main, *model, "--host=0.0.0.0")
     assert "0.0.0.0" in message
+    assert "python -m kvferry.keys" in message and "--curve_key_file" in message
+
+
+@pytest.mark.parametrize("main", ["decode_main", "bootstrap_main"])
+def test_a_key_file_that_others_can_read(main: str, tmp_path: pathlib.Path) -> None:
+    path = write_keys(tmp_path, make_keys())
+    path.chmod(0o644)
+    model = () if main == "bootstrap_main" else ("--model_path=/nowhere",)
+    message = _start(main, *model, f"--curve_key_file={path}")
+    assert str(path) in message and "0644" in message
+
+
+def test_a_wildcard_is_refused_although_there_are_keys(tmp_path: pathlib.Path) -> None:
+    keys = f"--curve_key_file={write_keys(tmp_path, make_keys())}"
+    message = _start("prefill_main", "--model_path=/nowhere", "--host=0.0.0.0", keys)
+    assert "cannot connect to the wildcard 0.0.0.0" in message
+
+
+def test_an_address_of_another_machine(tmp_path: pathlib.Path) -> None:
+    keys = f"--curve_key_file={write_keys(tmp_path, make_keys())}"
+    assert "192.0.2.1" in _start("bootstrap_main", "--host=192.0.2.1", keys)
 
 
 def test_pool_too_small_for_one_request() -> None:

@@ -433,6 +433,14 @@ def test_taken_pages_outlive_their_sequence() -> None:
     assert_baseline(scheduler)
 
 
+def test_a_lost_page_ends_the_scheduler_when_it_is_idle() -> None:
+    scheduler = make_scheduler()
+    scheduler.allocator.alloc(2)
+    with pytest.raises(AssertionError, match="2 pages are in use, 0 have an owner"):
+        drive(scheduler, submit(scheduler, random_prompt(9), max_new_tokens=2))
+        scheduler.turn()
+
+
 def test_misuse_is_refused() -> None:
     scheduler = make_scheduler()
     answer = submit(scheduler, random_prompt(9))

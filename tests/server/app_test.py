@@ -196,11 +196,11 @@ def test_unknown_paths_and_methods_are_404(plain: Running) -> None:
 
 
 def test_an_unexpected_error_is_500_in_the_right_form() -> None:
-    def fail() -> bool:
+    def fail() -> dict[str, object]:
         raise ZeroDivisionError("a secret")
 
-    with serving_script(ScriptedScheduler(), ServiceHooks(flush_cache=fail)) as running:
-        answer = running.post("/flush_cache", b"")
+    with serving_script(ScriptedScheduler(), ServiceHooks(state=fail)) as running:
+        answer = running.get("/server_info")
         assert answer.status == 500
         assert "ZeroDivisionError" in answer.message and "secret" not in answer.message
         assert running.get("/health").status == 200

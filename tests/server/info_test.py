@@ -37,11 +37,26 @@ def test_health_before_the_server_is_ready() -> None:
 def test_health_when_another_thread_has_failed() -> None:
     complaints: list[str | None] = [None, None]
     checks = [lambda: complaints[0], lambda: complaints[1]]
-    with serving_script(ScriptedScheduler(), ServiceHooks(health_checks=checks)) as running:
+    with serving_script(ScriptedScheduler(), ServiceHooks(fault_checks=checks)) as running:
         assert running.get("/health").status == 200
+        assert running.get("/livez").status == 200
         complaints[1] = "the control thread ended"
         assert running.get("/health").message.endswith("the control thread ended")
+        assert running.get("/livez").status == 503
+        message = "the server has to be restarted: the control thread ended"
+        assert running.get("/livez").message == message
         assert running.post("/generate", {"text": "abc"}).status == 503
+
+
+def test_a_server_that_is_not_ready_lives() -> None:
+    complaints = ["not registered"]
+    hooks = ServiceHooks(ready_checks=[lambda: complaints[0] if complaints else None])
+    with serving_script(ScriptedScheduler(), hooks) as running:
+        assert running.get("/health").message.endswith("not registered")
+        assert running.get("/livez").status == 200
+        assert running.post("/generate", {"text": "abc"}).status == 503
+        complaints.clear()
+        assert running.get("/health").status == 200
 
 
 def test_health_when_the_step_thread_has_failed() -> None:
@@ -60,6 +75,7 @@ def test_health_when_the_step_thread_has_failed() -> None:
         thread.join(20)
         assert answers[0].status == 503
         answer = running.get("/health")
+        assert running.get("/livez").status == 503
     assert answer.status == 503
     assert answer.message.endswith("the step thread ended: ArithmeticError: boom")
 
@@ -132,14 +148,6 @@ def test_get_load() -> None:
 def test_flush_cache(plain: Running) -> None:
     assert plain.post("/flush_cache", b"").status == 200
     assert plain.get("/flush_cache").status == 200
-
-
-def test_flush_cache_with_a_cache() -> None:
-    answers = [True, False]
-    hooks = ServiceHooks(flush_cache=lambda: answers.pop(0))
-    with serving_script(ScriptedScheduler(), hooks) as running:
-        assert running.post("/flush_cache", b"").json == {"message": "cache flushed"}
-        assert running.post("/flush_cache", b"").status == 400
 
 
 @pytest.mark.parametrize("rid", ["mine", "mine_1"])

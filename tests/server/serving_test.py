@@ -32,12 +32,17 @@ def script(request):
 
 scheduler = ScriptedScheduler(script)
 scheduler.start()
-service = Service(scheduler, ByteTokenizer(), ServiceOptions(model_name="m", max_context=512))
+
+class Told(Service):
+    def set_not_ready(self, reason):
+        super().set_not_ready(reason)
+        print(reason, flush=True)
+
+service = Told(scheduler, ByteTokenizer(), ServiceOptions(model_name="m", max_context=512))
 service.set_ready()
 listener = listen("127.0.0.1", 0)
 print("port", listener.getsockname()[1], flush=True)
-serve(create_app(service), service, listener, drain_seconds=drain_seconds,
-      on_stopping=lambda: print("stopping", flush=True))
+serve(create_app(service), service, listener, drain_seconds=drain_seconds)
 print("stopped", scheduler.stats().live, flush=True)
 scheduler.stop()
 """
@@ -130,7 +135,7 @@ def test_a_signal_lets_running_requests_end(number: signal.Signals) -> None:
         with _begin_stream(port) as connection:
             process.send_signal(number)
             assert process.stdout is not None
-            assert process.stdout.readline() == "stopping\n"
+            assert process.stdout.readline() == "shutting down\n"
             rest = read_until(connection, b"[DONE]")
         assert b'"finish_reason":{"type":"length"' in rest
         assert process.stdout.readline() == "stopped 0\n"
@@ -151,7 +156,7 @@ def test_a_second_signal_cuts_the_drain_short() -> None:
         with _begin_stream(port) as connection:
             process.send_signal(signal.SIGTERM)
             assert process.stdout is not None
-            assert process.stdout.readline() == "stopping\n"
+            assert process.stdout.readline() == "shutting down\n"
             process.send_signal(signal.SIGTERM)
             rest = read_until(connection, b"[DONE]")
         assert b"the server is shutting down" in rest

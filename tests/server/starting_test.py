@@ -27,6 +27,9 @@ def test_503_with_the_reason_until_closed() -> None:
         # Somebody who connects, says nothing and leaves does not stop it.
         socket.create_connection(("127.0.0.1", port)).close()
         assert _get(port) == (503, "the server is not available: compiling 3/14")
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /livez HTTP/1.1\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")  # nobody should restart it
         answers.close()
         answers.close()
         with socket.create_connection(("127.0.0.1", port), timeout=0.3) as client:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pull that another thread completes: what the engines with a thread of their own share."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
+from kvferry.control.engines.canary import default_sharding
+from kvferry.control.engines.tcp_frames import Bytes, offsets
+
+Make: TypeAlias = Callable[[], list[jax.Array]]
+
+
+def sizes_of(specs: Sequence[Spec]) -> list[int]:
+    """Returns the bytes of each array."""
+    return [spec.size * spec.dtype.itemsize for spec in specs]
+
+
+def total_bytes(specs: Sequence[Spec]) -> int:
+    """Returns the bytes of arrays that lie one after the other as in `tcp_frames.offsets`."""
+    return offsets(sizes_of(specs))[1]
+
+
+def arrays_in(memory: Bytes, specs: Sequence[Spec]) -> list[jax.Array]:
+    """Hands host memory to JAX; on CPU the arrays are that memory and no copy of it.
+
+    Args:
+        memory: 1-D, uint8, at a multiple of 64 bytes, holding arrays as in `tcp_frames.offsets`.
+        specs: The arrays.
+
+    Returns:
+        One array for each.
+    """
+    sizes = sizes_of(specs)
+    host: list[np.ndarray] = [
+        memory[start : start + size].view(spec.dtype).reshape(spec.shape)
+        for start, size, spec in zip(offsets(sizes)[0], sizes, specs, strict=True)
+    ]
+    return list(jax.device_put(host, [spec.sharding or default_sharding() for spec in specs]))
+
+
+class PendingPull(Pull):
+    """A pull that waits for `complete` or `fail`.
+
+    Args:
+        source: The peer's address, and the id.
+        specs: The arrays.
+        seconds: Time until it fails.
+        on_end: Called once when it has failed, by whatever thread that happens on.
+
+    Attributes:
+        address: Of the peer.
+        key: The id.
+        specs: As given.
+        number: For the engine, to tell the pulls over one connection apart; -1 until it has one.
+        received: Bytes that have arrived.
+    """
+
+    def __init__(
+        self,
+        source: tuple[str, int],
+        specs: Sequence[Spec],
+        seconds: float,
+        on_end: Callable[["PendingPull"], None],
+    ) -> None:
+        self.address, self.key = source
+        self.specs = list(specs)
+        self.number = -1
+        self.received = 0
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._make: Make | None = None
+        self._error: TransferError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has been completed or has failed."""
+        return self._error is not None or self._make is not None
+
+    @property
+    def progress(self) -> int:
+        """Bytes that have arrived."""
+        return self.received
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """See `Pull.wait`."""
+        until = min(time.monotonic() + timeout_seconds, self._until)
+        with self._changed:
+            while not self.ended and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+        if not self.ended and time.monotonic() >= self._until:
+            text = f"not done in {self._seconds:.1f} s, {self.received} bytes had arrived"
+            self._end(TransferTimeoutError(f"{self._label}: {text}"))
+        return self.ended
+
+    def result(self) -> list[jax.Array]:
+        """See `Pull.result`."""
+        with self._changed:
+            error, make = self._error, self._make
+        if error is not None:
+            raise error
+        if make is None:
+            raise TransferError(f"{self._label}: has not ended")
+        return make()
+
+    def cancel(self) -> None:
+        """See `Pull.cancel`."""
+        self.fail("cancelled")
+
+    def fail(self, problem: str) -> None:
+        """Ends it with an error. Any thread; ignored if it has ended."""
+        self._end(TransferError(f"{self._label}: {problem}"))
+
+    def complete(self, make: Make) -> bool:
+        """Ends it well.
+
+        Args:
+            make: Makes the arrays, on the thread that asks for the result.
+
+        Returns:
+            False if it had ended before.
+        """
+        with self._changed:
+            if self.ended:
+                return False
+            self._make = make
+            self._changed.notify_all()
+            return True
+
+    def _end(self, error: TransferError) -> None:
+        with self._changed:
+            if self.ended:
+                return
+            self._error = error
+            self._changed.notify_all()
+        self._on_end(self)
+
+    @property
+    def _label(self) -> str:
+        return f"pull {self.key} from {self.address}"

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of the zmq engine's connections: a ROUTER that serves pieces, DEALERs that ask.
+
+A publication travels as pieces of one size, which is part of the protocol. They are asked for in
+order, a few ahead of what has arrived. All of it runs on the engine's loop thread.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import zmq
+from absl import logging
+
+from kvferry.control.control_loop import ControlLoop
+from kvferry.control.engines.base import Spec
+from kvferry.control.engines.pending import PendingPull, arrays_in, sizes_of
+from kvferry.control.engines.publications import Publication, Publications, fingerprint
+from kvferry.control.engines.tcp_frames import Bytes, FrameError, offsets, stream_parts, tag_of
+from kvferry.control.security import CurveKeys, endpoint
+from kvferry.control.sockets import (
+    DOWN_EVENTS,
+    HANDSHAKE_FAILURES,
+    close_socket,
+    key_hint,
+    new_socket,
+    next_event,
+    secure_server,
+)
+
+_PIECE_BYTES = 4 << 20
+_WINDOW = 4
+_MAX_ASK_BYTES = 4096
+_MESSAGES_PER_WAKE = 64
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _Ask(msgspec.Struct, frozen=True, array_like=True, tag="kvz1"):
+    """Asks for one piece of a publication; they are asked for in order, from 0."""
+
+    pull: _Number  # Chosen by the asking side, for the reply.
+    piece: _Number
+    key: _Number
+    fingerprint: bytes  # Of the arrays that are expected.
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True, tag="kvz1"):
+    """Comes before the bytes of a piece, or says why there are none."""
+
+    pull: _Number
+    piece: _Number
+    error: str = ""
+
+
+_ASK_DECODER = msgspec.msgpack.Decoder(_Ask)
+_PIECE_DECODER = msgspec.msgpack.Decoder(_Piece)
+
+
+def _pieces(sizes: Sequence[int]) -> int:
+    """Returns how many pieces arrays travel as; `stream_parts` says what is in each."""
+    return max(1, -(-offsets(sizes)[1] // _PIECE_BYTES))
+
+
+@dataclasses.dataclass
+class _Serving:
+    """A pull that is being served.
+
+    Attributes:
+        puller: Its connection, and its number there.
+        arrays: Each 1-D, uint8.
+        next_piece: The only one that may be asked for.
+    """
+
+    puller: tuple[bytes, int]
+    arrays: list[Bytes]
+    next_piece: int = 0
+
+
+class ZmqSource:
+    """The ROUTER that serves publications.
+
+    Args:
+        loop: The engine's loop.
+        publications: What may be asked for.
+        keys: See `EngineOptions`.
+    """
+
+    def __init__(
+        self, loop: ControlLoop, publications: Publications[list[Bytes]], keys: CurveKeys | None
+    ) -> None:
+        self._loop = loop
+        self._publications = publications
+        self._keys = keys
+        self._socket: zmq.Socket[bytes] | None = None
+        self._serving: dict[bytes, _Serving] = {}
+
+    def open(self, host: str, port: int) -> int:
+        """Listens; returns the port."""
+        made = new_socket(self._loop, zmq.ROUTER, host)
+        made.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._keys is not None:
+            secure_server(self._loop, made, self._keys)
+        try:
+            made.bind(endpoint(host, port if port else "*"))
+        except zmq.ZMQError:
+            made.close()
+            raise
+        self._socket = made
+        self._loop.watch(made, self._receive)
+        return int(made.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def forget(self, key: int) -> None:
+        """Ends the pull of a publication that is no more."""
+        self._serving.pop(tag_of(key), None)
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        for _ in range(_MESSAGES_PER_WAKE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                peer, frame = frames
+                self._take(peer, _ASK_DECODER.decode(frame))
+            except (ValueError, msgspec.DecodeError, FrameError) as error:
+                # Whoever is no peer or does not prove an id gets no answer.
+                logging.log_every_n_seconds(logging.DEBUG, "zmq request ignored: %s", 5, error)
+
+    def _take(self, peer: bytes, ask: _Ask) -> None:
+        tag = tag_of(ask.key)
+        if ask.piece:
+            self._go_on(peer, tag, ask)
+            return
+
+        def is_proven(key: int) -> bool:
+            return hmac.compare_digest(key.to_bytes(8, "little"), ask.key.to_bytes(8, "little"))
+
+        def answer(found: Publication[list[Bytes]] | str) -> None:
+            if isinstance(found, str):
+                self._send(peer, _Piece(ask.pull, 0, found))
+                return
+            assert found.value is not None
+            self._serving[tag] = _Serving((peer, ask.pull), found.value)
+            self._go_on(peer, tag, ask)
+
+        self._publications.claim(tag, ask.fingerprint, is_proven, answer)
+
+    def _go_on(self, peer: bytes, tag: bytes, ask: _Ask) -> None:
+        serving = self._serving.get(tag)
+        if serving is None or serving.puller != (peer, ask.pull):
+            self._send(peer, _Piece(ask.pull, ask.piece, "it was released while it was pulled"))
+            return
+        sizes = [array.size for array in serving.arrays]
+        count = _pieces(sizes)
+        if ask.piece != serving.next_piece or ask.piece >= count:
+            raise FrameError(f"piece {ask.piece} of {count} instead of {serving.next_piece}")
+        serving.next_piece += 1
+        parts = [
+            serving.arrays[leaf][begin:end]
+            for leaf, begin, end in stream_parts(sizes, ask.piece, count)
+        ]
+        self._send(peer, _Piece(ask.pull, ask.piece), parts)
+
+    def _send(self, peer: bytes, piece: _Piece, parts: Sequence[Bytes] = ()) -> None:
+        assert self._socket is not None
+        head = msgspec.msgpack.encode(piece)
+        frames: list[bytes | memoryview] = [peer, head, *(part.data for part in parts)]
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # Gone, or it has stopped to read: then its own deadline ends the pull.
+            logging.log_every_n_seconds(logging.DEBUG, "zmq piece not sent: %s", 5, error)
+
+
+class ZmqPull(PendingPull):
+    """A pull that fills `memory`; see `PendingPull`."""
+
+    def __init__(
+        self,
+        source: tuple[str, int],
+        specs: Sequence[Spec],
+        seconds: float,
+        on_end: Callable[[PendingPull], None],
+        memory: Bytes,
+    ) -> None:
+        super().__init__(source, specs, seconds, on_end)
+        self.memory = memory
+        self.fingerprint = fingerprint(specs)
+        self.sizes = sizes_of(specs)
+        self.starts, _ = offsets(self.sizes)
+        self.count = _pieces(self.sizes)
+        self.asked = 0
+        self.arrived = 0
+
+    def take(self, piece: int, frames: Sequence[zmq.Frame]) -> str:
+        """Puts a piece into place; returns what is wrong with it, or an empty text."""
+        parts = list(stream_parts(self.sizes, piece, self.count))
+        if piece != self.arrived or [len(each) for each in frames] != [e - b for _, b, e in parts]:
+            return f"piece {piece} of {self.count} is not as it should be"
+        for frame, (leaf, begin, end) in zip(frames, parts, strict=True):
+            start = self.starts[leaf]
+            self.memory[start + begin : start + end] = np.frombuffer(frame.buffer, np.uint8)
+            self.received += end - begin
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.complete(lambda: arrays_in(self.memory, self.specs))
+        return ""
+
+
+class ZmqTarget:
+    """A DEALER with one connection to a peer, and the pulls over it.
+
+    Args:
+        loop: The engine's loop.
+        address: The peer's.
+        keys: See `EngineOptions`.
+        on_down: Called once when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        address: str,
+        keys: CurveKeys | None,
+        on_down: Callable[["ZmqTarget"], None],
+    ) -> None:
+        self.address = address
+        self.pulls: dict[int, ZmqPull] = {}
+        self._loop = loop
+        self._keys = keys
+        self._on_down = on_down
+        self._numbers = itertools.count()
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        self._socket = new_socket(loop, zmq.DEALER, host)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if keys is not None:
+            keys.secure_client(self._socket)
+        self._monitor: Any = self._socket.get_monitor_socket()
+        loop.watch(self._monitor, self._see_events)
+        loop.watch(self._socket, self._receive)
+        self._open = True
+        try:
+            self._socket.connect(endpoint(host, port))
+        except zmq.ZMQError:
+            self.close("")
+            raise
+
+    def start(self, pull: ZmqPull) -> None:
+        """Asks for the first piece. The others follow once it shows that the id is good."""
+        pull.number = next(self._numbers)
+        self.pulls[pull.number] = pull
+        self._ask(pull)
+
+    def close(self, reason: str) -> None:
+        """Closes the connection; its pulls fail for that reason."""
+        if not self._open:
+            return
+        self._open = False
+        close_socket(self._loop, self._socket, self._monitor, 0.0)
+        pulls, self.pulls = list(self.pulls.values()), {}
+        for pull in pulls:
+            pull.fail(reason)
+
+    def _ask(self, pull: ZmqPull) -> None:
+        ask = _Ask(pull.number, pull.asked, pull.key, pull.fingerprint)
+        pull.asked += 1
+        with contextlib.suppress(zmq.Again):  # It takes nothing any more: the deadline ends it.
+            self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_WAKE):
+            if not self._open:
+                return
+            try:
+                head, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                piece = _PIECE_DECODER.decode(head.buffer)
+            except msgspec.DecodeError as error:
+                self._go_down(f"it does not speak the protocol of this engine: {error}")
+                return
+            pull = self.pulls.get(piece.pull)
+            if pull is not None:  # Else it was given up.
+                self._take(pull, piece, frames)
+
+    def _take(self, pull: ZmqPull, piece: _Piece, frames: Sequence[zmq.Frame]) -> None:
+        problem = piece.error or pull.take(piece.piece, frames)
+        if problem or pull.ended:
+            del self.pulls[pull.number]
+        if problem:
+            pull.fail(problem)
+        while not pull.ended and pull.asked < min(pull.arrived + _WINDOW, pull.count):
+            self._ask(pull)
+
+    def _see_events(self) -> None:
+        while self._open and (event := next_event(self._monitor)) is not None:
+            if event in DOWN_EVENTS:
+                self._receive()  # What the peer said before it closed comes first.
+                reason = DOWN_EVENTS[event]
+                if event in HANDSHAKE_FAILURES:
+                    reason = f"{reason}; {key_hint(self._keys)}"
+                self._go_down(reason)
+
+    def _go_down(self, reason: str) -> None:
+        self.close(reason)
+        self._on_down(self)

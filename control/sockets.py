@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets below the side channel: made, secured, watched and closed. Loop's thread only."""
+
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.control.control_loop import ControlLoop
+from kvferry.control.security import CurveKeys, KeyGate
+from kvferry.control.wire import MAX_MESSAGE_BYTES
+
+HANDSHAKE_SECONDS = 3.0
+_HIGH_WATER_MARK = 20_000
+
+HANDSHAKE_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the peer broke off the handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the peer does not greet as we do",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the peer refused our key",
+}
+DOWN_EVENTS = {
+    zmq.EVENT_CLOSED: "connection refused or unreachable",
+    zmq.EVENT_DISCONNECTED: "connection closed by the peer",
+    **HANDSHAKE_FAILURES,
+}
+
+
+def new_socket(loop: ControlLoop, kind: int, host: str) -> zmq.Socket[bytes]:
+    """Makes a socket with the limits of the side channel.
+
+    Args:
+        loop: The control loop.
+        kind: ZMQ socket type.
+        host: Numeric address that it will bind or connect to.
+
+    Returns:
+        The socket.
+    """
+    made = loop.context.socket(kind)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    made.setsockopt(zmq.LINGER, 0)
+    # A connection that does not greet holds a file descriptor for this long.
+    made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
+    if ":" in host:
+        made.setsockopt(zmq.IPV6, 1)
+    return made
+
+
+def secure_server(loop: ControlLoop, target: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    """Makes a socket, before it is bound, accept only peers that have the same keys.
+
+    Args:
+        loop: The control loop, on which the gate runs; it ends with the loop.
+        target: The socket.
+        keys: The keys.
+    """
+    keys.secure_server(target)
+    try:
+        gate = KeyGate(loop.context)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise
+        return  # Another socket of this loop has brought it.
+    loop.watch(gate.socket, gate.answer)
+
+
+def next_event(monitor: Any) -> zmq.Event | None:
+    """Returns what a monitor has seen next, a `zmq.EVENT_...`, or None."""
+    try:
+        return zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
+    except zmq.Again:
+        return None
+
+
+def close_socket(
+    loop: ControlLoop, closing: zmq.Socket[bytes], monitor: Any, linger_seconds: float
+) -> None:
+    """Closes a socket and its monitor.
+
+    Args:
+        loop: The control loop.
+        closing: The socket.
+        monitor: Its monitor, or None.
+        linger_seconds: How long what is queued may take to leave.
+    """
+    loop.unwatch(closing)
+    if monitor is not None:
+        loop.unwatch(monitor)
+        closing.disable_monitor()
+        monitor.close(linger=0)
+    closing.close(linger=int(linger_seconds * 1000))
+
+
+def key_hint(keys: CurveKeys | None) -> str:
+    """Returns what to look at after a handshake that failed."""
+    if keys is None:
+        return "this process has no --curve_key_file; the other end may have one"
+    return f"the other end needs the --curve_key_file of this process, keys {keys.label}"
