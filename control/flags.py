@@ -85,14 +85,14 @@ _KV_TRANSFER_PORT = flags.DEFINE_integer(
 )
 _KV_TRANSFER_CHANNELS = flags.DEFINE_integer(
     "kv_transfer_channels",
-    4,
+    8,
     "Parallel connections per peer of the transfer engine; the same on both sides.",
     lower_bound=1,
     upper_bound=64,
 )
 _TRANSFER_ENGINE = flags.DEFINE_string(
     "transfer_engine",
-    "jax",
+    "auto",
     "How KV pages travel; the same on both sides. jax: jax.experimental.transfer. tcp: plain"
     " streams. zmq: ZMQ, the one that --curve_key_file encrypts. shm: shared memory, within one"
     " host. auto: shm for peers on this host, else jax on an accelerator and tcp on CPU. Or the"
@@ -106,7 +106,10 @@ _TRANSFER_CHUNK_BYTES = flags.DEFINE_integer(
     lower_bound=4096,
 )
 _MAX_PARALLEL_COPIES = flags.DEFINE_integer(
-    "max_parallel_copies", 8, "jax engine: pieces staged at once.", lower_bound=1
+    "max_parallel_copies",
+    16,
+    "jax engine: pieces staged at once; at least twice --kv_transfer_channels.",
+    lower_bound=2,
 )
 _ENABLE_D2H_STAGING = flags.DEFINE_bool(
     "enable_d2h_staging",

@@ -64,9 +64,9 @@ class EngineOptions:
 
     host: str = "127.0.0.1"
     port: int = 0
-    channels: int = 4
+    channels: int = 8
     chunk_bytes: int = 4 << 20
-    parallel_copies: int = 8
+    parallel_copies: int = 16
     keys: CurveKeys | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from kvferry.tests.e2e.soak_rubbish import Rubbish, Targets
 
 _REQUESTS = int(os.environ.get("KVFERRY_SOAK_REQUESTS", "2000"))
 # Of the requests, by engine.
-_SHARES = types.MappingProxyType({"tcp": 1.0, "jax": 1.0, "zmq": 0.25, "shm": 0.25})
+_SHARES = types.MappingProxyType({"tcp": 1.0, "jax": 1.0, "zmq": 0.25, "shm": 0.25, "auto": 0.25})
 _CONCURRENCY = 16
 _KILLS_OF_EACH = 5
 _QUESTIONS = 40
@@ -125,7 +125,7 @@ def _rubbish(stack: Stack, engine: str, seed: int) -> Rubbish:
         return [name for name in found if name.startswith("@")]
 
     http_ports = [server.port for server in servers]
-    names = unix_names if engine == "shm" else None
+    names = unix_names if engine in ("shm", "auto") else None
     return Rubbish(Targets(http_ports, zmq_ports, raw_ports, names), seed)
 
 
