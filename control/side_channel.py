@@ -295,8 +295,6 @@ class ClientChannel:
 
     def _connect(self, host: str, port: int) -> None:
         made = new_socket(self._loop, zmq.DEALER, host)
-        # One socket is one connection: see the module text.
-        made.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._options.keys is not None:
             self._options.keys.secure_client(made)
         self._socket = made

@@ -12,6 +12,7 @@ from kvferry.control.wire import MAX_MESSAGE_BYTES
 
 HANDSHAKE_SECONDS = 3.0
 _HIGH_WATER_MARK = 20_000
+_NEVER_MS = 24 * 3600 * 1000
 
 HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the peer broke off the handshake",
@@ -43,6 +44,10 @@ def new_socket(loop: ControlLoop, kind: int, host: str) -> zmq.Socket[bytes]:
     made.setsockopt(zmq.LINGER, 0)
     # A connection that does not greet holds a file descriptor for this long.
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
+    if kind == zmq.DEALER:
+        # One socket is one connection. Not -1, which is for that: libzmq then drops what has
+        # arrived and was not read yet when the connection ends, such as the reason why it ends.
+        made.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     if ":" in host:
         made.setsockopt(zmq.IPV6, 1)
     return made

@@ -241,7 +241,6 @@ class ZmqTarget:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         self._socket = new_socket(loop, zmq.DEALER, host)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if keys is not None:
             keys.secure_client(self._socket)
         self._monitor: Any = self._socket.get_monitor_socket()

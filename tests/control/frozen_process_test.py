@@ -53,10 +53,12 @@ def test_a_prefill_leg_that_comes_after_its_decode_server_died_fails_at_once() -
         assert "silent" in fails(sender, 0.5)
 
 
-def test_a_prefill_leg_that_comes_after_its_decode_leg_has_given_up_fails_at_once() -> None:
-    with pair() as both:
+def test_a_prefill_leg_that_comes_after_its_decode_leg_was_given_up_fails_at_once() -> None:
+    # Only the prefill server gives up: on a busy machine the decode server might be the first.
+    patient = dataclasses.replace(QUICK, orphan_timeout_seconds=30.0)
+    with pair(decode=patient) as both:
         receiver = both.receiver(next(both.rooms))
         receiver.request([1], prompt_tokens=4)
-        assert "no request for room" in fails(receiver, 3.0)
+        assert "no request for room" in fails(receiver)
         sender = both.prefill.manager.open_sender(receiver.room)
         assert "no request for room" in fails(sender, 0.5)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -139,6 +140,7 @@ def test_a_silent_client_is_noticed(server: Server, connect: Callable[..., Clien
 
 _STOPPABLE = """
 import sys
+import threading
 from kvferry.tests.control.side_channel_test import Server
 server = Server()
 print(server.port, flush=True)
@@ -367,3 +369,27 @@ def test_a_message_that_is_too_long_is_undeliverable_and_nothing_else(
     assert client.tally.snapshot()["undeliverable"] == 1
     assert server.loop.call(lambda: server.channel.send(peer, KVAccept(transfer_id=1)))
     wait_until(lambda: client.messages)
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_what_a_peer_says_before_it_closes_is_heard_however_late(
+    connect: Callable[..., Client], _: int
+) -> None:
+    server = Server()
+    client = connect(server.port)
+    wait_until(lambda: client.up)
+    assert client.send(HelloWanted())
+    wait_until(lambda: server.messages)
+    busy = threading.Event()
+    client.loop.post(lambda: _wait(busy))
+    bye = Refused(reason="shutting down")
+    assert server.loop.call(lambda: server.channel.send(server.messages[0][0], bye))
+    server.loop.call(server.channel.close)
+    server.loop.stop()
+    busy.set()
+    wait_until(lambda: client.down)
+    assert client.messages == [bye]
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(10.0)
