@@ -23,12 +23,12 @@ import os
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 import numpy as np
 
 from kvferry.control.engines.tcp_frames import Bytes, FrameError
+from kvferry.control.engines.windows import open_window
 
 _GRAIN_BYTES = 64 << 10
 _MAX_SLACK = 4
@@ -234,21 +234,6 @@ class SegmentPool:
             self._on_drop(segment)
 
 
-class _Window:
-    """What arrays over a mapping are made from, and refer to as long as they live."""
-
-    __slots__ = ("__array_interface__", "__weakref__", "_mapping")
-
-    def __init__(self, mapping: "Mapping", address: int, num_bytes: int) -> None:
-        self._mapping = mapping
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-            "data": (address, True),  # Read-only.
-        }
-
-
 class Mapping:
     """A peer's segment in the memory of this process, to be read.
 
@@ -278,8 +263,7 @@ class Mapping:
 
         Args:
             num_bytes: How much of it.
-            on_free: Called once when nothing refers to the memory any more. On any thread, in the
-                middle of anything: it must not take a lock.
+            on_free: See `open_window`.
 
         Returns:
             The bytes, 1-D, uint8, read-only.
@@ -289,6 +273,4 @@ class Mapping:
         """
         if num_bytes > self._memory.size:
             raise FrameError(f"the peer has sent {self._memory.size} of {num_bytes} bytes")
-        window = _Window(self, self._memory.ctypes.data, num_bytes)
-        weakref.finalize(window, on_free).atexit = False
-        return np.asarray(window)
+        return open_window(self._memory, num_bytes, on_free)

@@ -1,44 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory into which the tcp engine receives, used again and again.
 
-Fresh memory costs a page fault per 4 KiB, a third of the speed of a transfer on loopback. But JAX
-makes arrays of received bytes without a copy, so memory may only be used again when no array, view
-or computation refers to it. Each loan is made from an object of its own, the window: whatever
-refers to the memory refers to the window, because that is where the address came from, and only
-the window's finalizer brings the memory back.
+Fresh memory costs a page fault per 4 KiB, a third of the speed of a transfer on loopback. Each loan
+is a window (windows.py), so memory comes back when no array, view or computation refers to it.
 """
 
 import collections
 import dataclasses
+import functools
 import gc
 import mmap
 import threading
 import time
-import weakref
 
 import numpy as np
 
 from kvferry.control.engines.tcp_frames import Bytes
+from kvferry.control.engines.windows import open_window
 
 _GRAIN_BYTES = 64 << 10
 _MAX_SLACK = 2
 _TRIM_SECONDS = 5.0
 _WORTH_COLLECTING_BYTES = 1 << 20
-
-
-class _Window:
-    """What arrays over a block are made from, and refer to as long as they live."""
-
-    __slots__ = ("__array_interface__", "__weakref__", "_block")
-
-    def __init__(self, block: Bytes, num_bytes: int) -> None:
-        self._block = block
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (num_bytes,),
-            "data": (block.ctypes.data, False),  # May be written to.
-        }
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,9 +89,8 @@ class BufferPool:
                 block = _Block(_fresh(-(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES))
             self._num_lent += 1
             self._trim_later()
-        window = _Window(block.memory, num_bytes)
-        weakref.finalize(window, self._returned.append, block).atexit = False
-        return np.asarray(window)
+        give_back = functools.partial(self._returned.append, block)
+        return open_window(block.memory, num_bytes, give_back)
 
     def close(self) -> None:
         """Frees what is idle, and what comes back when it does."""

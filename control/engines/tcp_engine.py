@@ -22,6 +22,7 @@ from kvferry.control.engines.base import (
     TransferError,
 )
 from kvferry.control.engines.pending import total_bytes
+from kvferry.control.engines.publications import check_publishable
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.engines.tcp_buffers import BufferPool
 from kvferry.control.engines.tcp_frames import (
@@ -150,10 +151,7 @@ class TcpEngine(TransferEngine):
             ValueError: If `key` is published already or an array cannot travel.
             TransferError: If the engine is not running.
         """
-        for index, array in enumerate(arrays):
-            if array.is_deleted() or not array.is_fully_addressable:
-                state = "deleted or donated" if array.is_deleted() else "not all in this process"
-                raise ValueError(f"cannot publish {key}: array {index} is {state}")
+        check_publishable(key, arrays)
         if self._server is None:
             raise TransferError(f"cannot publish {key}: transfer engine 'tcp' is not running")
         if not self._server.publish(key, list(arrays), deadline_seconds):

@@ -336,9 +336,9 @@ def test_every_line_has_both() -> None:
 
 
 @pytest.mark.parametrize("line", OURS)
-def test_ours(line: str, ours: Ours, request: pytest.FixtureRequest) -> None:
-    fixtures = [name for name in ("monkeypatch",) if name in OURS[line].__annotations__]
-    OURS[line](ours, *map(request.getfixturevalue, fixtures))
+def test_ours(line: str, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_patch = "monkeypatch" in OURS[line].__annotations__
+    OURS[line](ours, *([monkeypatch] if needs_patch else []))
     ours.works()
 
 
