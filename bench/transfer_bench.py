@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 from absl import app, flags
 
@@ -35,6 +36,7 @@ from kvferry.bench.transfer_methods import (
     method_names,
     unknown_engine,
 )
+from kvferry.control.engines.jax_watch import is_ready
 
 _ENGINES = flags.DEFINE_list(
     "engines",
@@ -152,6 +154,8 @@ class TransferBench:
             self._child("offer", method=method, key=key)
         arrays = target.receive(key, specs)
         seconds = time.perf_counter() - start
+        if not all(is_ready(array) for array in arrays if isinstance(array, jax.Array)):
+            raise RuntimeError(f"{method}: returned arrays that were not ready")
         if check:
             for index, array in enumerate(arrays):
                 found = np.asarray(array).reshape(-1).view(np.uint8)

@@ -135,7 +135,7 @@ class EngineTarget(Target):
         """See `Target`."""
         pull = self._engine.pull(self._address, key, specs, _SECONDS)
         pull.wait(_SECONDS + 1.0)
-        return jax.block_until_ready(pull.result())
+        return pull.result()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,7 @@ _TRANSFER_ENGINE = flags.DEFINE_string(
 )
 _TRANSFER_CHUNK_BYTES = flags.DEFINE_integer(
     "transfer_chunk_bytes",
-    4 << 20,
+    512 << 10,
     "jax engine: bytes sent as one piece; the same on both sides.",
     lower_bound=4096,
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place of the control layer where any exception is caught: the outer end of a thread."""
 
+import threading
 from collections.abc import Callable
 
 from absl import logging
@@ -26,3 +27,26 @@ def run_guarded(action: Callable[[], None], label: str) -> BaseException | None:
         logging.exception("%s failed", label)
         return error
     return None
+
+
+class GuardedThread(threading.Thread):
+    """A daemon thread whose unexpected end can be seen.
+
+    Args:
+        action: What it runs.
+        name: For logs and stack dumps.
+
+    Attributes:
+        failure: Why it has ended, or None if it runs or has ended as it should.
+    """
+
+    def __init__(self, action: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._action = action
+        self.failure: str | None = None
+
+    def run(self) -> None:
+        """See `threading.Thread.run`."""
+        error = run_guarded(self._action, f"thread {self.name}")
+        if error is not None:
+            self.failure = f"thread {self.name} has ended: {error!r}; restart this process"

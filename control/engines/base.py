@@ -65,7 +65,7 @@ class EngineOptions:
     host: str = "127.0.0.1"
     port: int = 0
     channels: int = 8
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = 512 << 10
     parallel_copies: int = 16
     keys: CurveKeys | None = dataclasses.field(default=None, repr=False)
 
@@ -112,7 +112,8 @@ class Pull(abc.ABC):
         """Returns the arrays of a pull that has ended well, in the order of its specs.
 
         Returns:
-            Healthy arrays: computed, and known to carry no error.
+            Healthy arrays: they have arrived and carry no error. On an accelerator their copy into
+            its memory may still be under way.
 
         Raises:
             TransferError: If the pull failed or its deadline passed.

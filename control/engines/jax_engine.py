@@ -23,6 +23,8 @@ What that library does when it is used a little wrong, found by experiment, and 
 * Cancelling a pull while bytes are in flight leaks receive buffers until the process is wedged: a
   pull that is given up is left to drain, unless nothing can be in flight (jax_pull.py), and
   whether the process can still receive is tried out (jax_watch.py).
+* A thread that waits in an array when the interpreter ends aborts the process: `close`, which runs
+  at the end of the program too, ends all pulls first.
 * With fewer staging copies than twice the transports, a publisher is wedged for good after a few
   pullers have died in mid-transfer (one to ten; with twice as many not after thirty): refused.
 * Donation of what is published shows at the other end as other bytes with raw buffers: not used.
@@ -33,12 +35,14 @@ What that library does when it is used a little wrong, found by experiment, and 
 tests/control/raw_jax_transfer_test.py shows each of these on the library and on the engine.
 """
 
+import atexit
 import datetime
 import functools
 import importlib.metadata
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,11 +63,13 @@ from kvferry.control.engines.jax_pull import Connection, JaxPull
 from kvferry.control.engines.jax_watch import ReceiveWatch
 from kvferry.control.engines.ports import claim_port
 from kvferry.control.engines.registry import transfer_engine
+from kvferry.control.engines.spare_threads import SpareThreads
 from kvferry.control.security import (
     PortInUseError,
     check_advertise,
     host_port,
 )
+from kvferry.control.thread_boundary import GuardedThread
 
 # No id of ours has more than 53 bits.
 _TICK_KEY = 2**64 - 1
@@ -72,6 +78,8 @@ _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 30.0
 _DEADLINE_MARGIN_SECONDS = 1.0
 _REACH_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
+_MAX_KINDS = 256
 COPIES_PER_CHANNEL = 2
 _TICK_SPEC = jax.ShapeDtypeStruct((1,), np.uint8)
 
@@ -85,15 +93,6 @@ def _placed(spec: Spec) -> Spec:
     if spec.sharding is not None:
         return spec
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=default_sharding())
-
-
-def _layout(array: Any) -> Any:
-    return array.format.layout
-
-
-def _layout_is_default(array: jax.Array) -> bool:
-    order = getattr(_layout(array), "major_to_minor", None)
-    return order is None or tuple(order) == tuple(range(array.ndim))
 
 
 @transfer_engine("jax")
@@ -119,16 +118,19 @@ class JaxEngine(TransferEngine):
         self._published: dict[int, int] = {}
         self._linger_until = 0.0
         self._connections: dict[str, Connection] = {}
+        self._all_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._good_kinds: set[tuple[Any, jax.sharding.Sharding]] = set()
+        self._spare_threads = SpareThreads("kv-jax-wait")
         self._watch = ReceiveWatch(self._pull_from_self, self._wake)
         self._probe_keys = iter(_PROBE_KEYS)
-        self._tick_thread: threading.Thread | None = None
+        self._tick_thread = GuardedThread(self._tick, "kv-jax-tick")
         self._parked = False
         self._closed = False
 
     @property
     def failure(self) -> str | None:
-        """Set when no pull can end well any more; see `ReceiveWatch`."""
-        return self._watch.failure
+        """Set when no pull can end well any more, see `ReceiveWatch`, or nothing expires."""
+        return self._tick_thread.failure or self._watch.failure
 
     def start(self) -> str:
         """Opens the transfer server.
@@ -177,8 +179,8 @@ class JaxEngine(TransferEngine):
         self._gone_array = transfer.make_error_array(
             _placed(_TICK_SPEC), "released by the publisher"
         )
-        self._tick_thread = threading.Thread(target=self._tick, name="kv-jax-tick", daemon=True)
         self._tick_thread.start()
+        atexit.register(self.close)
         return self._address
 
     def settings(self) -> Mapping[str, int | str]:
@@ -201,8 +203,7 @@ class JaxEngine(TransferEngine):
             ValueError: If `key` is published already or an array cannot travel.
             TransferError: If the engine is closed or the library refuses.
         """
-        for index, array in enumerate(arrays):
-            _check_publishable(key, index, array)
+        self._check_publishable(key, arrays)
         travelling = [array for array in arrays if array.size]
         timeout = _clock_time(deadline_seconds + _DEADLINE_MARGIN_SECONDS)
         # One lock over all of it: a release in between would be undone by the publication.
@@ -254,14 +255,13 @@ class JaxEngine(TransferEngine):
                 listens there.
         """
         label = f"pull {key} from {address}"
-        placed = [_placed(spec) for spec in specs]
-        # Not jnp.zeros: threads other than the step thread must not run programs.
-        empty = {
-            index: jax.device_put(np.zeros(spec.shape, spec.dtype), spec.sharding)
-            for index, spec in enumerate(placed)
-            if 0 in spec.shape
-        }
-        wanted = [spec for index, spec in enumerate(placed) if index not in empty]
+        wanted, empty = [], {}
+        for index, spec in enumerate(map(_placed, specs)):
+            if 0 in spec.shape:
+                # Not jnp.zeros: threads other than the step thread must not run programs.
+                empty[index] = jax.device_put(np.zeros(spec.shape, spec.dtype), spec.sharding)
+            else:
+                wanted.append(spec)
         try:
             connection = self._connect(address, deadline_seconds)
             arrays = connection.pull(key, wanted) if wanted else []
@@ -270,6 +270,7 @@ class JaxEngine(TransferEngine):
             raise TransferError(f"{label}: {error}") from error
         return JaxPull(
             connection,
+            self._spare_threads,
             self._watch,
             label,
             arrays,
@@ -297,14 +298,36 @@ class JaxEngine(TransferEngine):
             self._closed = True
             self._connections.clear()
             self._lock.notify_all()
-        if self._tick_thread is not None:
-            self._tick_thread.join(2.0)
+            connections = list(self._all_connections)
+        # A thread that still waits in an array when the interpreter ends aborts the process.
+        # Receive buffers need not be spared any more.
+        for connection in connections:
+            connection.poison()
+        self._spare_threads.close(_CLOSE_SECONDS)
+        if self._tick_thread.is_alive():
+            self._tick_thread.join(_CLOSE_SECONDS)
         self._claim.close()
+        atexit.unregister(self.close)
 
     def disconnect(self, address: str) -> None:
         """Forgets the connection to a peer, so that the next pull makes a new one."""
         with self._lock:
             self._connections.pop(address, None)
+
+    def _check_publishable(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        for index, array in enumerate(arrays):
+            if array.is_deleted():
+                raise ValueError(f"cannot publish {key}: array {index} is deleted or donated")
+        # To look closely takes 3 us for each array, and most are like those seen before.
+        kinds = {_kind(array) for array in arrays}
+        if kinds <= self._good_kinds:
+            return
+        for index, array in enumerate(arrays):
+            if problem := _why_not(array):
+                raise ValueError(f"cannot publish {key}: array {index} {problem}")
+        self._good_kinds |= kinds
+        if len(self._good_kinds) > _MAX_KINDS:
+            self._good_kinds = kinds
 
     def _connect(self, address: str, seconds: float) -> Connection:
         with self._lock:
@@ -319,7 +342,9 @@ class JaxEngine(TransferEngine):
         socket.create_connection(where, min(seconds, _REACH_SECONDS)).close()
         with self._lock:
             if address not in self._connections:
-                self._connections[address] = Connection(self._server.connect(address))
+                connection = Connection(self._server.connect(address))
+                self._connections[address] = connection
+                self._all_connections.add(connection)
             return self._connections[address]
 
     def _pull_from_self(self) -> jax.Array:
@@ -356,13 +381,16 @@ class JaxEngine(TransferEngine):
         return bool(self._published) or time.monotonic() < self._linger_until
 
 
-def _check_publishable(key: int, index: int, array: jax.Array) -> None:
-    if array.is_deleted():
-        problem = "is deleted or donated"
-    elif not array.is_fully_addressable:
-        problem = "has shards on devices of other processes; publish each process's own part"
-    elif not _layout_is_default(array):
-        problem = f"has memory layout {_layout(array)}; only row-major arrays can travel"
-    else:
-        return
-    raise ValueError(f"cannot publish {key}: array {index} {problem}")
+def _kind(array: Any) -> tuple[Any, jax.sharding.Sharding]:
+    # What `format` is made from; its own making is what takes so long.
+    return array._pjrt_layout, array.sharding
+
+
+def _why_not(array: Any) -> str | None:
+    if not array.is_fully_addressable:
+        return "has shards on devices of other processes; publish each process's own part"
+    layout = array.format.layout
+    order = getattr(layout, "major_to_minor", None)
+    if order is not None and tuple(order) != tuple(range(array.ndim)):
+        return f"has memory layout {layout}; only row-major arrays can travel"
+    return None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pull over `jax.experimental.transfer`, with a deadline of its own and a safe way out."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +11,8 @@ import jax
 
 from kvferry.control.engines.base import Pull, TransferError, TransferTimeoutError
 from kvferry.control.engines.jax_watch import ReceiveWatch, is_ready
+from kvferry.control.engines.spare_threads import SpareThreads
 
-_PAUSE_SHARE = 0.05
-_PAUSES = (100e-6, 0.002)
 _POISON_BYTES = 64 << 10
 
 
@@ -25,7 +26,7 @@ class Connection:
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._asked_bytes = 0
-        self.delivered = False
+        self._delivered = False
 
     def pull(self, key: int, specs: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Starts a pull; the arrays are ready later.
@@ -37,8 +38,13 @@ class Connection:
         Returns:
             The arrays.
         """
-        self._asked_bytes += sum(spec.size * spec.dtype.itemsize for spec in specs)
+        if self._asked_bytes <= _POISON_BYTES:  # More need not be counted.
+            self._asked_bytes += sum(spec.size * spec.dtype.itemsize for spec in specs)
         return list(self._raw.pull(key, specs))
+
+    def note_delivery(self) -> None:
+        """Says that something has arrived, or that a pull has ended."""
+        self._delivered = True
 
     def poison_if_safe(self) -> bool:
         """Ends all its pulls with an error, if no bytes can be under way.
@@ -50,10 +56,14 @@ class Connection:
         Returns:
             Whether it was done.
         """
-        if self.delivered or self._asked_bytes > _POISON_BYTES:
+        if self._delivered or self._asked_bytes > _POISON_BYTES:
             return False
-        self._raw._poison_connection()
+        self.poison()
         return True
+
+    def poison(self) -> None:
+        """Ends all its pulls with an error, and may lose receive buffers."""
+        self._raw._poison_connection()
 
 
 class JaxPull(Pull):
@@ -61,6 +71,8 @@ class JaxPull(Pull):
 
     Args:
         connection: The connection that it uses.
+        threads: One of them waits in the arrays, which nothing could end. To look at them again and
+            again instead takes a fifth of the time of a small pull.
         watch: Told of what arrives, fails, or is given up.
         label: Names it in errors.
         arrays: What was asked for, without those in `empty`.
@@ -72,6 +84,7 @@ class JaxPull(Pull):
     def __init__(
         self,
         connection: Connection,
+        threads: SpareThreads,
         watch: ReceiveWatch,
         label: str,
         arrays: list[jax.Array],
@@ -86,23 +99,23 @@ class JaxPull(Pull):
         self._empty = empty
         self._seconds = deadline_seconds
         self._disconnect = disconnect
-        self._since = time.monotonic()
-        self._until = self._since + deadline_seconds
-        self._next = 0
+        self._until = time.monotonic() + deadline_seconds
+        self._num_arrived = 0
         self._error: TransferError | None = None
+        self._problem = ""
+        self._arrived = False
+        # Held until all has arrived; an Event would be three objects and some microseconds.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        threads.run(self._wait_in_arrays)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """See `Pull.wait`. Looks at arrays and never waits in one, which nothing could end."""
-        until = min(time.monotonic() + timeout_seconds, self._until)
-        while not self._ended():
-            now = time.monotonic()
-            if now >= until:
-                break
-            # In proportion to what the pull has taken: that much is lost when it ends meanwhile.
-            pause = min(max((now - self._since) * _PAUSE_SHARE, _PAUSES[0]), _PAUSES[1])
-            time.sleep(min(pause, until - now))
+        """See `Pull.wait`."""
+        left = max(0.0, min(timeout_seconds, self._until - time.monotonic()))
+        if not self._ended() and self._gate.acquire(timeout=left):
+            self._gate.release()
         if not self._ended() and time.monotonic() >= self._until:
-            done = f"{self._next} of {len(self._arrays)} arrays had arrived"
+            done = f"{self.progress} of {len(self._arrays)} arrays had arrived"
             self._give_up(
                 TransferTimeoutError(f"{self._label}: not done in {self._seconds:.1f} s, {done}")
             )
@@ -111,7 +124,11 @@ class JaxPull(Pull):
     @property
     def progress(self) -> int:
         """Arrays that have arrived; the library shows no less."""
-        return self._next
+        arrays = self._arrays
+        while self._num_arrived < len(arrays) and is_ready(arrays[self._num_arrived]):
+            self._num_arrived += 1
+            self._connection.note_delivery()
+        return self._num_arrived
 
     def result(self) -> list[jax.Array]:
         """See `Pull.result`."""
@@ -119,15 +136,14 @@ class JaxPull(Pull):
             raise self._error
         if not self._ended():
             raise TransferError(f"{self._label}: has not ended")
-        try:
-            # Ready is not healthy: an array that carries an error is ready too.
-            jax.block_until_ready(self._arrays)
-        except jax.errors.JaxRuntimeError as error:
+        if self._problem:
             self._disconnect()
             self._watch.suspect()
-            self._error = TransferError(f"{self._label}: {error}")
-            raise self._error from error
+            self._error = TransferError(f"{self._label}: {self._problem}")
+            raise self._error
         self._watch.arrived()
+        if not self._empty:
+            return self._arrays
         arrived = iter(self._arrays)
         count = len(self._arrays) + len(self._empty)
         return [self._empty[i] if i in self._empty else next(arrived) for i in range(count)]
@@ -138,12 +154,21 @@ class JaxPull(Pull):
             self._give_up(TransferError(f"{self._label}: cancelled"))
 
     def _ended(self) -> bool:
-        if self._error is not None:
-            return True
-        while self._next < len(self._arrays) and is_ready(self._arrays[self._next]):
-            self._next += 1
-            self._connection.delivered = True
-        return self._next == len(self._arrays)
+        return self._arrived or self._error is not None
+
+    def _wait_in_arrays(self) -> None:
+        arrays = self._arrays
+        try:
+            # In one call: woken for each, it would take the processor from what brings them.
+            jax.block_until_ready(arrays)
+        except jax.errors.JaxRuntimeError as error:
+            self._problem = str(error)
+            for array in arrays:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    array.block_until_ready()
+        self._connection.note_delivery()
+        self._arrived = True
+        self._gate.release()
 
     def _give_up(self, error: TransferError) -> None:
         self._error = error

@@ -7,41 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
-import numpy as np
 
 from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
-from kvferry.control.engines.canary import default_sharding
-from kvferry.control.engines.tcp_frames import Bytes, offsets
 
 Make: TypeAlias = Callable[[], list[jax.Array]]
-
-
-def sizes_of(specs: Sequence[Spec]) -> list[int]:
-    """Returns the bytes of each array."""
-    return [spec.size * spec.dtype.itemsize for spec in specs]
-
-
-def total_bytes(specs: Sequence[Spec]) -> int:
-    """Returns the bytes of arrays that lie one after the other as in `tcp_frames.offsets`."""
-    return offsets(sizes_of(specs))[1]
-
-
-def arrays_in(memory: Bytes, specs: Sequence[Spec]) -> list[jax.Array]:
-    """Hands host memory to JAX; on CPU the arrays are that memory and no copy of it.
-
-    Args:
-        memory: 1-D, uint8, at a multiple of 64 bytes, holding arrays as in `tcp_frames.offsets`.
-        specs: The arrays.
-
-    Returns:
-        One array for each.
-    """
-    sizes = sizes_of(specs)
-    host: list[np.ndarray] = [
-        memory[start : start + size].view(spec.dtype).reshape(spec.shape)
-        for start, size, spec in zip(offsets(sizes)[0], sizes, specs, strict=True)
-    ]
-    return list(jax.device_put(host, [spec.sharding or default_sharding() for spec in specs]))
 
 
 class PendingPull(Pull):

@@ -29,7 +29,8 @@ from kvferry.control.engines.base import (
     TransferError,
 )
 from kvferry.control.engines.copy_crew import Copy, CopyCrew
-from kvferry.control.engines.pending import PendingPull, total_bytes
+from kvferry.control.engines.host_arrays import total_bytes
+from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import (
     Publication,
     Publications,
@@ -253,7 +254,7 @@ class ShmEngine(TransferEngine):
 
 
 def _copies(arrays: Sequence[jax.Array], memory: Bytes) -> Iterator[Copy]:
-    """Yields what has to be copied for arrays to be as `pending.arrays_in` finds them."""
+    """Yields what has to be copied for arrays to be as `host_arrays.arrays_in` finds them."""
     sizes = [array.size * array.dtype.itemsize for array in arrays]
     for array, start, size in zip(arrays, offsets(sizes)[0], sizes, strict=True):
         place = memory[start : start + size]

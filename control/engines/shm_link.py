@@ -159,7 +159,12 @@ class Link:
         """
         if not self.open:
             return
-        self._waiting.append((msgspec.msgpack.encode(packet), os.dup(fd) if fd >= 0 else -1))
+        try:
+            own = os.dup(fd) if fd >= 0 else -1
+        except OSError as error:
+            self._end(f"cannot share memory: {error}")
+            return
+        self._waiting.append((msgspec.msgpack.encode(packet), own))
         if len(self._waiting) == 1:
             self._flush()
         elif len(self._waiting) > _MAX_WAITING:

@@ -4,6 +4,7 @@
 All of it runs on the engine's loop thread.
 """
 
+import errno
 import functools
 import itertools
 import os
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from absl import logging
 
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.engines.pending import PendingPull, arrays_in, total_bytes
+from kvferry.control.engines.host_arrays import arrays_in, total_bytes
+from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
 from kvferry.control.engines.shm_link import (
     Ask,
@@ -40,6 +42,7 @@ from kvferry.control.engines.tcp_frames import (
 )
 
 _MAX_CONNECTIONS = 256
+_PAUSE_SECONDS = 0.1
 
 
 class _Borrower:
@@ -147,7 +150,7 @@ class ShmSource:
             OSError: If that is not possible.
         """
         self._listener, address = listen()
-        self.loop.watch(self._listener.fileno(), self._accept)
+        self._watch()
         return address
 
     def forget(self, segment: Segment) -> None:
@@ -166,12 +169,21 @@ class ShmSource:
         for borrower in borrowers:
             borrower.close()
 
+    def _watch(self) -> None:
+        if self._listener is not None:
+            self.loop.watch(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # It has gone again, or there are no more descriptors.
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # It stays readable: not to be looked at again at once.
+                logging.log_every_n_seconds(logging.WARNING, "shm engine: accept: %s", 5, error)
+                self.loop.unwatch(self._listener.fileno())
+                self.loop.call_later(_PAUSE_SECONDS, self._watch)
+            return  # Else it has gone again.
         connection.setblocking(False)
         try:
             check_user(connection)

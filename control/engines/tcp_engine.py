@@ -21,7 +21,6 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
 )
-from kvferry.control.engines.pending import total_bytes
 from kvferry.control.engines.publications import check_publishable
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.engines.tcp_buffers import BufferPool
@@ -107,6 +106,11 @@ class TcpEngine(TransferEngine):
         self._pulls: set[TcpPull] = set()
         self._lock = threading.Lock()
 
+    @property
+    def failure(self) -> str | None:
+        """See `TransferEngine.failure`."""
+        return self._server.failure if self._server is not None else None
+
     def start(self) -> str:
         """Listens.
 
@@ -175,16 +179,24 @@ class TcpEngine(TransferEngine):
             The pull.
 
         Raises:
-            TransferError: If the engine is not running or too many pulls wait.
+            TransferError: If the engine is not running or there is no memory for the arrays.
         """
         if self._server is None:
             raise TransferError(f"pull {key}: transfer engine 'tcp' is not running")
-        memory = self._buffers.lend(total_bytes(specs))
-        pull = TcpPull((address, key), specs, memory, self.options.channels, deadline_seconds)
+        pull = TcpPull((address, key), specs, self.options.channels, deadline_seconds)
+        # First of all: while the peer gets ready, memory and arrays are made.
+        early = [self._ask_early(pull, index) for index in range(pull.count)]
+        try:
+            pull.memory = self._buffers.lend(pull.num_bytes)
+        except OSError as error:
+            for peer in filter(None, early):
+                peer.close()
+            raise TransferError(
+                f"pull {key}: no memory for {pull.num_bytes} bytes: {error}"
+            ) from error
         with self._lock:
             self._pulls.add(pull)
-        for index in range(pull.count):
-            asked = self._ask_early(pull, index)
+        for index, asked in enumerate(early):
             if asked is not None and pull.count == 1:
                 pull.read_here(asked, self._end_here)
             else:

@@ -24,8 +24,11 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, TypeAlias
 
+import jax
 import msgspec
 import numpy as np
+
+from kvferry.control.engines.base import Spec
 
 ALIGNMENT = 64
 CHALLENGE_BYTES = 16
@@ -46,6 +49,7 @@ _MAX_GRANT_BYTES = 1 << 22
 _PIECE_BYTES = 16 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Leaf: TypeAlias = tuple[tuple[Count, ...], str]
 Check: TypeAlias = Callable[[int], None]
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -63,7 +67,7 @@ class Grant(msgspec.Struct, frozen=True):
     """
 
     error: str = ""
-    leaves: list[tuple[list[Count], str]] = []
+    leaves: list[Leaf] = []
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -132,6 +136,15 @@ def read_request(peer: socket.socket) -> Request | None:
     if magic != _MAGIC or not index < count:
         raise FrameError("not a request of the tcp transfer engine")
     return Request(tag, proof, nonce, index, count)
+
+
+def leaves_of(arrays: Sequence[jax.Array] | Sequence[Spec]) -> list[Leaf]:
+    """Returns shape and dtype of each array, as in a grant."""
+    names: dict[np.dtype, str] = {}  # To write one out takes a microsecond.
+    return [
+        (array.shape, names.get(array.dtype) or names.setdefault(array.dtype, str(array.dtype)))
+        for array in arrays
+    ]
 
 
 def pack_grant(grant: Grant) -> bytes:

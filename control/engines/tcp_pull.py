@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
-from kvferry.control.engines.canary import default_sharding
-from kvferry.control.engines.pending import arrays_in
+from kvferry.control.engines.host_arrays import are_in, arrays_in, on_one_cpu_device, total_bytes
 from kvferry.control.engines.tcp_frames import (
     END_BYTES,
     GRANT_HEAD_BYTES,
@@ -25,7 +24,7 @@ from kvferry.control.engines.tcp_frames import (
     Grant,
     check_end,
     grant_length,
-    offsets,
+    leaves_of,
     unpack_grant,
 )
 
@@ -51,25 +50,29 @@ class TcpPull(Pull):
     Args:
         source: The peer's address, and the id.
         specs: The arrays.
-        memory: Where they go, laid out as in `tcp_frames.offsets`.
         channels: Largest number of streams.
         seconds: Time until it fails.
+
+    Attributes:
+        num_bytes: Of all arrays, laid out as in `tcp_frames.offsets`.
+        memory: Where they go; to be set before anything is received.
     """
+
+    memory: Bytes
 
     def __init__(
         self,
         source: tuple[str, int],
         specs: Sequence[Spec],
-        memory: Bytes,
         channels: int,
         seconds: float,
     ) -> None:
         self.address, self.key = source
         self.specs = list(specs)
-        self.memory = memory
+        self.num_bytes = total_bytes(specs)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         # A small transfer is faster on one stream than split over threads.
-        self.count = max(1, min(channels, memory.size // _STREAM_BYTES))
+        self.count = max(1, min(channels, self.num_bytes // _STREAM_BYTES))
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._changed = threading.Condition()
@@ -112,9 +115,7 @@ class TcpPull(Pull):
             raise self._error
         if not self.ended:
             raise TransferError(f"{self._label}: has not ended")
-        if not _are_in(self._early, self.memory):
-            self._early = arrays_in(self.memory, self.specs)
-        return self._early
+        return self._early or arrays_in(self.memory, self.specs)
 
     def cancel(self) -> None:
         """See `Pull.cancel`. Any thread."""
@@ -159,13 +160,12 @@ class TcpPull(Pull):
     def make_early(self) -> None:
         """Makes the arrays while their bytes are on the way: of many that takes as long as these.
 
-        Only on CPU, where arrays are made of memory and not from it. Until the pull has ended well
-        nobody gets to see them, and then only if each is indeed where its bytes have arrived.
+        Only on CPU, where arrays are made of memory and not from it, and only if each is indeed
+        where its bytes will arrive. Until the pull has ended well nobody gets to see them.
         """
-        # Any: jax.Device has a platform, but its stub does not say so.
-        devices: set[Any] = {each for spec in self.specs for each in _placement(spec).device_set}
-        if len(devices) == 1 and devices.pop().platform == "cpu":
-            self._early = arrays_in(self.memory, self.specs)
+        if on_one_cpu_device(self.specs):
+            arrays = arrays_in(self.memory, self.specs)
+            self._early = arrays if are_in(self.memory, arrays, self.specs) else []
 
     def check_grant(self, grant: Grant) -> None:
         """Checks that what is coming is what was asked for.
@@ -173,10 +173,9 @@ class TcpPull(Pull):
         Raises:
             FrameError: If it is not.
         """
-        theirs = [(tuple(shape), dtype) for shape, dtype in grant.leaves]
-        ours = [(tuple(spec.shape), str(spec.dtype)) for spec in self.specs]
-        if theirs != ours:
-            raise FrameError(f"published {theirs[:3]}.., asked for {ours[:3]}..")
+        ours = leaves_of(self.specs)
+        if grant.leaves != ours:
+            raise FrameError(f"published {grant.leaves[:3]}.., asked for {ours[:3]}..")
 
     def read_here(self, peer: socket.socket, on_end: OnEnd) -> None:
         """Has `wait` receive the only stream.
@@ -212,20 +211,6 @@ class TcpPull(Pull):
             self._reading.release()
             if here is not None:
                 here.end("given up")
-
-
-def _placement(spec: Spec) -> jax.sharding.Sharding:
-    return spec.sharding or default_sharding()
-
-
-def _are_in(arrays: Sequence[jax.Array], memory: Bytes) -> bool:
-    """Returns whether there are arrays, and their bytes are those of `memory`, in order."""
-    starts, _ = offsets([array.nbytes for array in arrays])
-    base = memory.ctypes.data
-    return bool(arrays) and all(
-        array.size == 0 or array.unsafe_buffer_pointer() == base + start
-        for array, start in zip(arrays, starts, strict=True)
-    )
 
 
 class _Reader:

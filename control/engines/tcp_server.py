@@ -9,6 +9,7 @@ has to go when there are many, so that those who say nothing cannot keep others 
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import secrets
 import socket
@@ -26,12 +27,14 @@ from kvferry.control.engines.tcp_frames import (
     Grant,
     Request,
     is_proven,
+    leaves_of,
     pack_grant,
     read_request,
     send_parts,
     set_timeouts,
     tag_of,
 )
+from kvferry.control.thread_boundary import GuardedThread
 
 _MAX_CONNECTIONS = 1024
 _IDLE_SECONDS = 60.0
@@ -72,9 +75,11 @@ class Publication:
         """
         with self.lock:
             if self._bytes is None:
-                host = jax.device_get(list(self.arrays))
+                for each in self.arrays:
+                    each.copy_to_host_async()
                 self._bytes = [
-                    np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in host
+                    np.ascontiguousarray(np.asarray(each)).reshape(-1).view(np.uint8)
+                    for each in self.arrays
                 ]
             return self._bytes
 
@@ -94,8 +99,17 @@ class TcpServer:
         self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
         self._looks_at = math.inf
         self._closed = False
-        for target, name in ((self._accept, "accept"), (self._expire, "expire")):
-            threading.Thread(target=target, name=f"kv-tcp-{name}", daemon=True).start()
+        self._threads = [
+            GuardedThread(self._accept, "kv-tcp-accept"),
+            GuardedThread(self._expire, "kv-tcp-expire"),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be pulled from here, or nothing expires; or None."""
+        return next((each.failure for each in self._threads if each.failure), None)
 
     @property
     def num_published(self) -> int:
@@ -157,9 +171,14 @@ class TcpServer:
                     oldest, _ = self._strangers.popitem(last=False)
                     _shut(oldest)
                 self._strangers[peer] = None
-            threading.Thread(
-                target=self._serve, args=(peer,), name="kv-tcp-serve", daemon=True
-            ).start()
+            serve = functools.partial(self._serve, peer)
+            try:
+                GuardedThread(serve, "kv-tcp-serve").start()
+            except RuntimeError as error:
+                # No more threads: that passes, too.
+                logging.log_every_n_seconds(logging.WARNING, "tcp engine: %s", 5, error)
+                self._forget(peer)
+                time.sleep(_PAUSE_SECONDS)
 
     def _serve(self, peer: socket.socket) -> None:
         try:
@@ -171,10 +190,13 @@ class TcpServer:
             # FrameError too: strangers and broken connections end here.
             logging.log_every_n_seconds(logging.DEBUG, "tcp connection ended: %s", 5, error)
         finally:
-            with self._lock:
-                self._connections.discard(peer)
-                self._strangers.pop(peer, None)
-            peer.close()
+            self._forget(peer)
+
+    def _forget(self, peer: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(peer)
+            self._strangers.pop(peer, None)
+        peer.close()
 
     def _answer(self, peer: socket.socket) -> bool:
         """Answers a request; returns whether there may be another one on the connection."""
@@ -221,8 +243,7 @@ class TcpServer:
         except jax.errors.JaxRuntimeError as error:
             peer.sendall(pack_grant(Grant(error=f"the published arrays failed: {error}"[:4096])))
             return
-        leaves = [(list(array.shape), str(array.dtype)) for array in publication.arrays]
-        head = pack_grant(Grant(leaves=leaves))
+        head = pack_grant(Grant(leaves=leaves_of(publication.arrays)))
         send_parts(peer, head, arrays, request.index, request.count)
 
     def _expire(self) -> None:

@@ -26,7 +26,8 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
 )
-from kvferry.control.engines.pending import PendingPull, total_bytes
+from kvferry.control.engines.host_arrays import total_bytes
+from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import (
     Publication,
     Publications,

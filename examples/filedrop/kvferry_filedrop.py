@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from absl import logging
 
 from kvferry.control.engines.base import (
     EngineOptions,
@@ -31,6 +32,7 @@ from kvferry.control.engines.base import (
     TransferTimeoutError,
 )
 from kvferry.control.engines.registry import transfer_engine
+from kvferry.control.thread_boundary import GuardedThread
 
 _LOOK_SECONDS = 0.002
 _SWEEP_SECONDS = 0.2
@@ -130,7 +132,12 @@ class FileDropEngine(TransferEngine):
         self._lock = threading.Lock()
         self._published: dict[int, float] = {}  # Id -> when it expires.
         self._to_write: queue.SimpleQueue[tuple[int, list[jax.Array]] | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write_all, name="filedrop", daemon=True)
+        self._writer = GuardedThread(self._write_all, "filedrop")
+
+    @property
+    def failure(self) -> str | None:
+        """Set when nothing is written any more; the servers' health shows it."""
+        return self._writer.failure
 
     def start(self) -> str:
         """Makes a folder; its path is the address."""
@@ -194,7 +201,11 @@ class FileDropEngine(TransferEngine):
                 continue
             if item is None:
                 return
-            self._write(*item)
+            try:
+                self._write(*item)
+            except OSError as error:
+                # A full disk, say. The pull ends at its deadline.
+                logging.error("engine 'filedrop' cannot write: %s", error)
             del item  # An idle thread must not keep the arrays.
 
     def _write(self, key: int, arrays: list[jax.Array]) -> None:

@@ -5,10 +5,11 @@
     python -m kvferry.tests.control.jax_engine_peer freeze <address> <key>
     python -m kvferry.tests.control.jax_engine_peer die <address> <key>
     python -m kvferry.tests.control.jax_engine_peer wedge <address> <key>...
+    python -m kvferry.tests.control.jax_engine_peer leave <address> <key>...
 
 `publish` prints its address and serves until its input ends. `freeze` stops itself, and `die` ends
 itself, in the middle of a pull. `wedge` pulls what is too small, key after key, and prints what the
-engine's health is then.
+engine's health is then. `leave` ends as any program does, while its pulls have not ended.
 """
 
 import os
@@ -63,6 +64,12 @@ def main() -> None:
     elif role in ("freeze", "die"):
         number = signal.SIGSTOP if role == "freeze" else signal.SIGKILL
         end_in_between(engine, arguments[0], int(arguments[1]), number)
+    elif role == "leave":
+        keys = map(int, arguments[1:])
+        pulls = [engine.pull(arguments[0], key, PIECES, 60.0) for key in keys]
+        pulls[0].cancel()
+        print(f"waiting: {[pull.wait(0.1) for pull in pulls[1:]]}", flush=True)
+        sys.exit(0)
     else:
         wedge(engine, arguments[0], list(map(int, arguments[1:])))
     os._exit(0)

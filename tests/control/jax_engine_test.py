@@ -273,6 +273,20 @@ def test_the_tick_thread_sleeps_while_there_is_nothing_to_expire() -> None:
     engine.close()
 
 
+def test_a_tick_thread_that_has_died_makes_the_process_unhealthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = JaxEngine(EngineOptions(channels=1))
+    engine.start()
+    assert engine.failure is None
+    monkeypatch.setattr(engine._watch, "tick", None)
+    engine.publish(5, [jnp.ones(1024)], 5.0)
+    wait_until(lambda: engine.failure)
+    assert engine.failure is not None
+    assert engine.failure.startswith("thread kv-jax-tick has ended: TypeError")
+    engine.close()
+
+
 def test_a_publication_expires_by_itself(engine: JaxEngine, address: str) -> None:
     key = IDS.next_id()
     engine.publish(key, [jnp.ones(1024)], 0.1)

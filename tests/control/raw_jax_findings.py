@@ -64,6 +64,11 @@ RAW: Mapping[str, Raw] = {
     ),
     "A5": Raw("a pull into a slice that is too small: abort", _FLAT, puller="crashes"),
     "A5_DELETED": Raw("a pull into a deleted array: crash", _FLAT, puller="crashes"),
+    "A6": Raw(
+        "a thread that waits in an array when the program ends: abort",
+        "JaxEngine.close",
+        puller="crashes",
+    ),
     "W1": Raw("each spec that is too small costs a receive buffer", "ReceiveWatch", ["hangs"]),
     "W2": Raw("poison in mid-transfer costs receive buffers", "poison_if_safe", ["hangs"]),
     "W3": Raw("a puller that stops blocks all others", _DEADLINE, ["hangs", "arrived"]),

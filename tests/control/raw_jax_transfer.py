@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import jax
@@ -177,6 +178,14 @@ def a5_deleted(d: Puller) -> list[str]:
     return ["survives"]
 
 
+def a6(d: Puller) -> list[str]:
+    connection = d.begin()
+    (never,) = connection.pull(1, [spec([1024])])
+    threading.Thread(target=never.block_until_ready, daemon=True).start()
+    hangs(never)
+    sys.exit()  # An ordinary end of the program.
+
+
 def w1(d: Puller) -> list[str]:
     connection = d.begin({"copies": 2}, {"copies": 2})
     for key in range(3):
@@ -276,7 +285,7 @@ def h6(d: Puller) -> list[str]:
 
 SCENARIOS: tuple[Callable[[Puller], list[str]], ...] = (
     *(s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11),
-    *(a1, a2, a3, a4, a5, a5_deleted, w1, w2, w3, w4, h1, h2, h3, h4, h5, h6),
+    *(a1, a2, a3, a4, a5, a5_deleted, a6, w1, w2, w3, w4, h1, h2, h3, h4, h5, h6),
 )
 
 

@@ -254,6 +254,12 @@ class Ours:
             self.source.release(key, delivered=False)
             self.works()
 
+    def programs_end_with_pulls_that_have_not(self) -> None:
+        unknown = [str(IDS.next_id()) for _ in range(3)]
+        with child("leave", self.address, *unknown) as process:
+            assert process.communicate(timeout=30)[0] == "waiting: [False, False]\n"
+            assert process.returncode == 0
+
     def deadlines_end_what_never_comes(self) -> None:
         self.pull(key := self.publish(jnp.ones(1024)), SMALL)
         for again in (key, IDS.next_id()):
@@ -318,6 +324,7 @@ OURS: Mapping[str, Callable[..., None]] = {
     "A4": Ours.deleted_arrays_are_refused,
     "A5": Ours.nothing_is_pulled_into_place,
     "A5_DELETED": Ours.nothing_is_pulled_into_place,
+    "A6": Ours.programs_end_with_pulls_that_have_not,
     "W1": Ours.lost_buffers_turn_health_red,
     "W2": Ours.cancelled_pulls_drain,
     "W3": Ours.a_frozen_puller_costs_others_their_deadline,

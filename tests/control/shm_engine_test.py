@@ -2,10 +2,12 @@
 """What is particular to the shm engine; engines_test.py has what it shares with the others."""
 
 import contextlib
+import errno
 import gc
 import os
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -349,3 +351,47 @@ def test_it_says_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(EngineStartError, match="Linux only; use --transfer_engine=tcp"):
             ShmEngine(EngineOptions()).start()
+
+
+def test_without_a_descriptor_to_share_a_pull_fails_and_the_next_one_works(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", refuse)
+        key = IDS.next_id()
+        ends.source.publish(key, ARRAYS, 30.0)
+        pull = ends.pull(key, SPECS)
+        assert pull.wait(5.0)
+        with pytest.raises(TransferError):
+            pull.result()
+        ends.source.release(key, delivered=False)
+    assert ends.source.failure is None
+    ends.move(ARRAYS)
+
+
+def test_without_a_descriptor_for_a_connection_the_engine_waits_for_one(ends: Ends) -> None:
+    class Listener:
+        """Has no descriptor left the first two times."""
+
+        def __init__(self, listener: socket.socket) -> None:
+            self._listener = listener
+            self.refused: list[float] = []
+            self.fileno = listener.fileno
+            self.close = listener.close
+
+        def accept(self) -> Any:
+            if len(self.refused) < 2:
+                self.refused.append(time.monotonic())
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self._listener.accept()
+
+    assert isinstance(ends.source, ShmEngine)
+    peers: Any = ends.source._source
+    listener = peers._listener = Listener(peers._listener)
+    ends.move(ARRAYS)
+    first, second = listener.refused
+    assert second - first > 0.05  # It did not spin.
+    assert ends.source.failure is None

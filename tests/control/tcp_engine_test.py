@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from kvferry.control.engines import tcp_frames
+from kvferry.control.engines import tcp_frames, tcp_pull, tcp_server
 from kvferry.control.engines.base import EngineOptions, EngineStartError, TransferError
 from kvferry.control.engines.tcp_engine import TcpEngine
 from kvferry.control.engines.tcp_frames import (
@@ -136,7 +136,7 @@ def test_without_the_id_there_is_no_data(source: TcpEngine) -> None:
     peer, challenge = _say(source)
     with peer:
         peer.sendall(pack_request(key, challenge, nonce, 0, 1))
-        assert read_grant(peer, _nothing).leaves == [([3], "float32")]
+        assert read_grant(peer, _nothing).leaves == [((3,), "float32")]
     source.release(key, delivered=True)
 
 
@@ -252,14 +252,17 @@ def test_arrays_are_the_received_bytes_without_a_copy(source: TcpEngine, target:
     source.release(key, delivered=True)
 
 
-def test_arrays_made_early_are_given_out_only_if_they_are_the_received_bytes(
-    source: TcpEngine, target: TcpEngine
+def test_arrays_are_made_early_only_if_they_are_the_memory_that_is_received_into(
+    source: TcpEngine, target: TcpEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, array = IDS.next_id(), jnp.arange(1000.0)
     source.publish(key, [array], 30.0)
-    pull = target.pull(address(source), key, specs(array), 20.0)
-    assert isinstance(pull, TcpPull) and pull._early
-    pull._early = [jnp.zeros(1000)]  # As if JAX had copied what was there at that time.
+    with monkeypatch.context() as patched:
+        # As if JAX copied what is there at that time.
+        copies = [jnp.zeros(1000)]
+        patched.setattr(tcp_pull, "arrays_in", lambda memory, specs: copies)
+        pull = target.pull(address(source), key, specs(array), 20.0)
+    assert isinstance(pull, TcpPull) and not pull._early
     assert pull.wait(20.0)
     np.testing.assert_array_equal(pull.result()[0], array)
     source.release(key, delivered=True)
@@ -429,3 +432,32 @@ def test_partly_sent_pieces_are_sent_on() -> None:
 
     tcp_frames.send_views(Slow(), views)  # type: ignore[arg-type]
     assert bytes(sent) == b"".join(views)
+
+
+def test_a_thread_that_has_died_makes_the_process_unhealthy(
+    source: TcpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert source._server is not None and source.failure is None
+    monkeypatch.setattr(source._server, "release", None)
+    source.publish(IDS.next_id(), [jnp.arange(3.0)], 0.1)  # To be released when it expires.
+    wait_until(lambda: source.failure)
+    assert source.failure is not None
+    assert source.failure.startswith("thread kv-tcp-expire has ended: TypeError")
+
+
+def test_too_many_threads_are_a_passing_problem(
+    source: TcpEngine, target: TcpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused:
+        def __init__(self, *args: object) -> None: ...
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_server, "GuardedThread", Refused)
+        where = ("127.0.0.1", int(address(source).split(":")[1]))
+        with socket.create_connection(where, timeout=5.0) as peer:
+            assert peer.recv(1) == b""
+    np.testing.assert_array_equal(move(source, target, jnp.arange(3.0)), [0, 1, 2])
+    assert source.failure is None

@@ -112,7 +112,7 @@ def test_a_recorded_request_is_worth_nothing(victim: Victim) -> None:
     with peer:
         recorded = pack_request(key, challenge, _NONCE, 0, 1)
         peer.sendall(recorded)
-        assert read_grant(peer, lambda received: None).leaves == [([1000], "float32")]
+        assert read_grant(peer, lambda received: None).leaves == [((1000,), "float32")]
     # The id is still live, and its streams are not: neither the same bytes nor another proof help.
     peer, challenge = victim.connect()
     with peer:
