@@ -239,15 +239,9 @@ class DecodeDesk:
             return
         started = time.monotonic()
         address = peer.instance.engine.address
-
-        def on_error(error: BaseException) -> None:
-            self._manager.fail(receiver, TransferFailure(f"the pull failed: {error!r}", 500))
-
-        if not self._manager.workers.submit(
-            lambda: self._pull(receiver, address, chunk, started), on_error
-        ):
-            failure = TransferFailure("too many pulls are waiting in the decode server", 503)
-            self._manager.fail(receiver, failure)
+        self._manager.submit(
+            receiver, "the pull", lambda: self._pull(receiver, address, chunk, started)
+        )
 
     def _pull(self, receiver: Receiver, address: str, chunk: KVChunk, started: float) -> None:
         # On a worker thread.

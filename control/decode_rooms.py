@@ -202,8 +202,19 @@ class DecodeRooms(ZmqManager):
             self.committed(receiver, arrived)
             self.on_event()
 
+        self.submit(receiver, "checking the pages", job)
+
+    def submit(self, receiver: Receiver, what: str, job: Callable[[], None]) -> None:
+        """Has something done for a receiver on a worker thread; if it breaks, the receiver fails.
+
+        Args:
+            receiver: For whom.
+            what: Names it in that case.
+            job: What to do.
+        """
+
         def on_error(error: BaseException) -> None:
-            self.fail(receiver, TransferFailure(f"checking the pages failed: {error!r}", 500))
+            self.fail(receiver, TransferFailure(f"{what} failed: {error!r}", 500))
 
         if not self.workers.submit(job, on_error):
             failure = TransferFailure("too many pulls are waiting in the decode server", 503)

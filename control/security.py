@@ -5,6 +5,7 @@ Without keys a ZMQ socket is open to whoever can reach it, so it may listen on l
 """
 
 import dataclasses
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -28,6 +29,16 @@ class InsecureConnectError(ValueError):
 
 class PortInUseError(OSError):
     """A port that this process needs is taken by another one."""
+
+
+def listen_error(host: str, port: int, error: OSError | zmq.ZMQError) -> OSError:
+    """Returns what to raise when a socket could not be bound: a `PortInUseError` or another."""
+    where = host_port(host, port)
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(
+            f"port {where} is taken by another process; stop that process or choose another port"
+        )
+    return OSError(f"cannot listen on {where}: {error}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

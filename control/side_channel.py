@@ -14,7 +14,7 @@ reach its successor. Everything here runs on the control loop's thread.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -24,7 +24,6 @@ from kvferry.control.control_loop import ControlLoop, Timer
 from kvferry.control.messages import Message, Ping, Pong, Refused
 from kvferry.control.security import (
     CurveKeys,
-    PortInUseError,
     check_bind,
     check_connect,
     endpoint,
@@ -35,9 +34,9 @@ from kvferry.control.sockets import (
     HANDSHAKE_FAILURES,
     close_socket,
     key_hint,
+    listen,
     new_socket,
     next_event,
-    secure_server,
 )
 from kvferry.control.tally import Tally
 from kvferry.control.wire import MessageError, decode, encode
@@ -82,6 +81,22 @@ def _decode_counted(frame: bytes, tally: Tally) -> Message | MessageError:
         tally.add(f"ignored_{error.kind}")
         return error
     return message
+
+
+def _send(
+    sender: zmq.Socket[bytes], route: Sequence[bytes], message: Message, tally: Tally
+) -> bool:
+    try:
+        sender.send_multipart([*route, encode(message)], zmq.NOBLOCK)
+    except (zmq.ZMQError, MessageError) as error:
+        # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read. A message that
+        # is too long counts as undeliverable too: it must not end the loop's thread.
+        tally.add("undeliverable")
+        logging.log_every_n_seconds(
+            logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
+        )
+        return False
+    return True
 
 
 class ServerChannel:
@@ -135,28 +150,14 @@ class ServerChannel:
             OSError: If it cannot be bound for another reason.
         """
         check_bind(host, self._options.keys)
-        made = new_socket(self._loop, zmq.ROUTER, host)
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._options.keys is not None:
-            secure_server(self._loop, made, self._options.keys)
-        try:
-            made.bind(endpoint(host, port if port else "*"))
-        except zmq.ZMQError as error:
-            made.close()
-            if error.errno == zmq.EADDRINUSE:
-                raise PortInUseError(
-                    f"port {host_port(host, port)} is taken by another process; stop that process"
-                    " or choose another port"
-                ) from error
-            raise OSError(f"cannot listen on {host_port(host, port)}: {error}") from error
+        made, bound = listen(self._loop, host, port, self._options.keys)
         self._socket = made
         self._loop.watch(made, self._receive)
         self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES))
         self._loop.watch(self._monitor, self._see_failures)
         period = self._options.peer_timeout_seconds / (2 * _PINGS_PER_TIMEOUT)
         self._timer = self._loop.every(period, self._check_silence)
-        bound = made.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(bound.rsplit(":", 1)[1])
+        return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Sends to one peer. Loop thread only; never blocks.
@@ -165,19 +166,7 @@ class ServerChannel:
             False if the peer is gone, or does not take what was sent to it before, or the message
             is too long.
         """
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
-        except (zmq.ZMQError, MessageError) as error:
-            # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read. A message
-            # that is too long counts as undeliverable too: it must not end the loop's thread.
-            self._tally.add("undeliverable")
-            logging.log_every_n_seconds(
-                logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
-            )
-            return False
-        return True
+        return self._socket is not None and _send(self._socket, [peer], message, self._tally)
 
     def forget(self, peer: bytes) -> None:
         """Stops watching a peer. Loop thread only."""
@@ -314,15 +303,7 @@ class ClientChannel:
         """
         if self._socket is None or not self.up:
             return False
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except (zmq.ZMQError, MessageError) as error:
-            self._tally.add("undeliverable")
-            logging.log_every_n_seconds(
-                logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
-            )
-            return False
-        return True
+        return _send(self._socket, [], message, self._tally)
 
     def close(self, linger_seconds: float = 0.2) -> None:
         """Closes the connection after sending what is queued. Loop thread only; idempotent."""

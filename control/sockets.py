@@ -7,7 +7,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.security import CurveKeys, KeyGate
+from kvferry.control.security import CurveKeys, KeyGate, endpoint, listen_error
 from kvferry.control.wire import MAX_MESSAGE_BYTES
 
 HANDSHAKE_SECONDS = 3.0
@@ -51,6 +51,42 @@ def new_socket(loop: ControlLoop, kind: int, host: str) -> zmq.Socket[bytes]:
     if ":" in host:
         made.setsockopt(zmq.IPV6, 1)
     return made
+
+
+def listen(
+    loop: ControlLoop,
+    host: str,
+    port: int,
+    keys: CurveKeys | None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> tuple[zmq.Socket[bytes], int]:
+    """Makes a ROUTER that listens, and that says so when it cannot send to a peer.
+
+    Args:
+        loop: The control loop.
+        host: Numeric address.
+        port: Port, or 0 for any free one.
+        keys: What peers must have, or None.
+        max_message_bytes: A peer that sends more is cut off.
+
+    Returns:
+        The socket, and the port it listens on.
+
+    Raises:
+        PortInUseError: If the port is taken.
+        OSError: If it cannot be bound for another reason.
+    """
+    made = new_socket(loop, zmq.ROUTER, host)
+    made.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        if keys is not None:
+            secure_server(loop, made, keys)
+        made.bind(endpoint(host, port if port else "*"))
+    except zmq.ZMQError as error:
+        made.close()
+        raise listen_error(host, port, error) from error
+    return made, int(made.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
 def secure_server(loop: ControlLoop, target: zmq.Socket[bytes], keys: CurveKeys) -> None:

@@ -242,6 +242,11 @@ class TransferEngine(abc.ABC):
         """Releases everything; pulls in progress fail. May be called twice."""
 
 
+def sharding_of(spec: Spec) -> jax.sharding.Sharding:
+    """Returns the sharding of an array; if none is given, it goes to the first local device."""
+    return spec.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
 def shard_plan(specs: Sequence[Spec]) -> str:
     """Describes how arrays are cut over devices, so that two processes can compare it.
 

@@ -16,6 +16,7 @@ from kvferry.control.engines.base import (
     Spec,
     TransferEngine,
     TransferError,
+    sharding_of,
 )
 from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.ids import IdSource
@@ -26,11 +27,6 @@ _SELF_TEST_ROUNDS = 4
 _SELF_TEST_SECONDS = 20.0
 _SELF_TEST_MOST_BYTES = 80 << 20
 _ODD_BYTES = 4097
-
-
-def default_sharding() -> jax.sharding.Sharding:
-    """Returns the sharding of arrays for which none is given: the first local device."""
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def canary_specs() -> list[Spec]:
@@ -49,7 +45,7 @@ def make_canary(seed: str, specs: Sequence[Spec]) -> list[jax.Array]:
         One array per spec, each with its own bytes.
     """
     return [
-        jax.device_put(_pattern(seed, index, spec), spec.sharding or default_sharding())
+        jax.device_put(_pattern(seed, index, spec), sharding_of(spec))
         for index, spec in enumerate(specs)
     ]
 

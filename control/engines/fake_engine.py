@@ -15,8 +15,8 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
     TransferTimeoutError,
+    sharding_of,
 )
-from kvferry.control.engines.canary import default_sharding
 from kvferry.control.engines.registry import transfer_engine
 
 
@@ -105,7 +105,7 @@ class _FakePull(Pull):
             self._error = TransferError(f"published {found}, asked for {wanted}")
         else:
             self._arrays = [
-                jax.device_put(array, spec.sharding or default_sharding())
+                jax.device_put(array, sharding_of(spec))
                 for array, spec in zip(arrays, self._specs, strict=True)
             ]
         return True

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that lie one after the other in a piece of host memory, and how JAX gets them."""
+"""The bytes of JAX's arrays in host memory, and host memory as JAX's arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxlib import xla_client
 
-from kvferry.control.engines.base import Spec
-from kvferry.control.engines.canary import default_sharding
+from kvferry.control.engines.base import Spec, sharding_of
 from kvferry.control.engines.tcp_frames import Bytes, offsets
 
 
-def sizes_of(specs: Sequence[Spec]) -> list[int]:
+def sizes_of(arrays: Sequence[Spec] | Sequence[jax.Array]) -> list[int]:
     """Returns the bytes of each array."""
-    return [spec.size * spec.dtype.itemsize for spec in specs]
+    return [array.size * array.dtype.itemsize for array in arrays]
 
 
-def total_bytes(specs: Sequence[Spec]) -> int:
+def total_bytes(arrays: Sequence[Spec] | Sequence[jax.Array]) -> int:
     """Returns the bytes of arrays that lie one after the other as in `tcp_frames.offsets`."""
-    return offsets(sizes_of(specs))[1]
+    return offsets(sizes_of(arrays))[1]
 
 
 def arrays_in(memory: Bytes, specs: Sequence[Spec]) -> list[jax.Array]:
@@ -38,7 +37,7 @@ def arrays_in(memory: Bytes, specs: Sequence[Spec]) -> list[jax.Array]:
     arrays = []
     for start, size, spec in zip(offsets(sizes)[0], sizes, specs, strict=True):
         host = memory[start : start + size].view(spec.dtype).reshape(spec.shape)
-        sharding = spec.sharding or default_sharding()
+        sharding = sharding_of(spec)
         devices = list(sharding.device_set)
         if len(devices) > 1:
             arrays.append(jax.device_put(host, sharding))
@@ -56,7 +55,7 @@ def on_one_cpu_device(specs: Sequence[Spec]) -> bool:
     # Any: jax.Device has a platform, but its stub does not say so.
     devices: set[Any] = set()
     for spec in specs:
-        devices |= (spec.sharding or default_sharding()).device_set
+        devices |= sharding_of(spec).device_set
     return len(devices) == 1 and devices.pop().platform == "cpu"
 
 
@@ -76,3 +75,25 @@ def are_in(memory: Bytes, arrays: Sequence[jax.Array], specs: Sequence[Spec]) ->
     return all(
         arrays[index].unsafe_buffer_pointer() == base + starts[index] for index in kinds.values()
     )
+
+
+def host_parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...] | None, np.ndarray]]:
+    """Yields an array's host values, shard by shard; waits until they are computed.
+
+    Yields:
+        Where in the array a part belongs (None: it is the whole), and the part.
+
+    Raises:
+        jax.errors.JaxRuntimeError: If the computation has failed.
+    """
+    if len(array.sharding.device_set) == 1:
+        yield None, np.asarray(array)
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield shard.index, np.asarray(shard.data)
+
+
+def as_bytes(array: np.ndarray | jax.Array) -> Bytes:
+    """Returns the bytes of an array, 1-D; a copy only if they are not in host memory in order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -57,8 +57,8 @@ from kvferry.control.engines.base import (
     Spec,
     TransferEngine,
     TransferError,
+    sharding_of,
 )
-from kvferry.control.engines.canary import default_sharding
 from kvferry.control.engines.jax_pull import Connection, JaxPull
 from kvferry.control.engines.jax_watch import ReceiveWatch
 from kvferry.control.engines.ports import claim_port
@@ -92,7 +92,7 @@ def _clock_time(seconds_from_now: float) -> datetime.datetime:
 def _placed(spec: Spec) -> Spec:
     if spec.sharding is not None:
         return spec
-    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=default_sharding())
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding_of(spec))
 
 
 @transfer_engine("jax")

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pull that another thread completes: what the engines with a thread of their own share."""
+"""A pull into host memory, which any thread may complete or end."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import jax
 
 from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
-
-Make: TypeAlias = Callable[[], list[jax.Array]]
+from kvferry.control.engines.host_arrays import arrays_in
+from kvferry.control.engines.tcp_frames import Bytes
 
 
 class PendingPull(Pull):
@@ -20,13 +19,13 @@ class PendingPull(Pull):
         source: The peer's address, and the id.
         specs: The arrays.
         seconds: Time until it fails.
-        on_end: Called once when it has failed, by whatever thread that happens on.
+        on_end: Called once when it has failed, by whatever thread that happens on; or None.
 
     Attributes:
         address: Of the peer.
         key: The id.
         specs: As given.
-        number: For the engine, to tell the pulls over one connection apart; -1 until it has one.
+        number: For the engine, to tell its pulls apart; -1 until it has one.
         received: Bytes that have arrived.
     """
 
@@ -35,7 +34,7 @@ class PendingPull(Pull):
         source: tuple[str, int],
         specs: Sequence[Spec],
         seconds: float,
-        on_end: Callable[["PendingPull"], None],
+        on_end: Callable[["PendingPull"], None] | None = None,
     ) -> None:
         self.address, self.key = source
         self.specs = list(specs)
@@ -45,13 +44,13 @@ class PendingPull(Pull):
         self._until = time.monotonic() + seconds
         self._on_end = on_end
         self._changed = threading.Condition()
-        self._make: Make | None = None
+        self._memory: Bytes | None = None
         self._error: TransferError | None = None
 
     @property
     def ended(self) -> bool:
         """Whether it has been completed or has failed."""
-        return self._error is not None or self._make is not None
+        return self._error is not None or self._memory is not None
 
     @property
     def progress(self) -> int:
@@ -72,12 +71,12 @@ class PendingPull(Pull):
     def result(self) -> list[jax.Array]:
         """See `Pull.result`."""
         with self._changed:
-            error, make = self._error, self._make
+            error, memory = self._error, self._memory
         if error is not None:
             raise error
-        if make is None:
+        if memory is None:
             raise TransferError(f"{self._label}: has not ended")
-        return make()
+        return self._arrays(memory)
 
     def cancel(self) -> None:
         """See `Pull.cancel`."""
@@ -87,21 +86,16 @@ class PendingPull(Pull):
         """Ends it with an error. Any thread; ignored if it has ended."""
         self._end(TransferError(f"{self._label}: {problem}"))
 
-    def complete(self, make: Make) -> bool:
-        """Ends it well.
+    def complete(self, memory: Bytes) -> None:
+        """Ends it well. Any thread; ignored if it has ended.
 
         Args:
-            make: Makes the arrays, on the thread that asks for the result.
-
-        Returns:
-            False if it had ended before.
+            memory: What has arrived, see `arrays_in`.
         """
         with self._changed:
-            if self.ended:
-                return False
-            self._make = make
-            self._changed.notify_all()
-            return True
+            if not self.ended:
+                self._memory = memory
+                self._changed.notify_all()
 
     def _end(self, error: TransferError) -> None:
         with self._changed:
@@ -109,7 +103,12 @@ class PendingPull(Pull):
                 return
             self._error = error
             self._changed.notify_all()
-        self._on_end(self)
+        if self._on_end is not None:
+            self._on_end(self)
+
+    def _arrays(self, memory: Bytes) -> list[jax.Array]:
+        # Of the thread that asks for the result.
+        return arrays_in(memory, self.specs)
 
     @property
     def _label(self) -> str:

@@ -6,11 +6,10 @@ connections out between the two.
 """
 
 import contextlib
-import errno
 import socket
 import sys
 
-from kvferry.control.security import PortInUseError, host_port
+from kvferry.control.security import host_port, listen_error
 
 
 def claim_port(host: str, port: int) -> contextlib.ExitStack:
@@ -48,9 +47,4 @@ def _bind(probe: socket.socket, address: tuple[str, int] | str, host: str, port:
         probe.bind(address)
     except OSError as error:
         probe.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"port {host_port(host, port)} is taken by another process; stop that process or"
-                " choose another port"
-            ) from error
-        raise OSError(f"cannot listen on {host_port(host, port)}: {error}") from error
+        raise listen_error(host, port, error) from error

@@ -11,21 +11,21 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import jax
-import numpy as np
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import Spec
-from kvferry.control.engines.tcp_frames import Bytes, FrameError, tag_of
+from kvferry.control.engines.tcp_frames import FrameError, tag_of
 from kvferry.control.workers import WorkerPool
 
 _SWEEP_SECONDS = 0.2
 _MAX_PROBLEM = 2000
 _RELEASED = "it was released while it was pulled"
-_GONE = "nothing is published under this id: it was released, has expired, or never was"
+GONE = "nothing is published under this id: it was released, has expired, or never was"
+PULLED_BEFORE = "this id was pulled before; ids are for one use"
 
 T = TypeVar("T")
 Leaves: TypeAlias = Sequence[jax.Array] | Sequence[Spec]
@@ -53,28 +53,6 @@ def describe(leaves: Leaves) -> str:
     """Names arrays, for people."""
     shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3])
     return f"{len(leaves)} arrays: {shown}{', ..' if len(leaves) > 3 else ''}"
-
-
-def host_parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...] | None, np.ndarray]]:
-    """Yields an array's host values, shard by shard; waits until they are computed.
-
-    Yields:
-        Where in the array a part belongs (None: it is the whole), and the part.
-
-    Raises:
-        jax.errors.JaxRuntimeError: If the computation has failed.
-    """
-    if len(array.sharding.device_set) == 1:
-        yield None, np.asarray(array)
-        return
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            yield shard.index, np.asarray(shard.data)
-
-
-def as_bytes(array: np.ndarray) -> Bytes:
-    """Returns the bytes of a host array, 1-D; a copy only if they do not lie in order."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 @dataclasses.dataclass(eq=False)
@@ -198,12 +176,12 @@ class Publications(Generic[T]):
         with self._lock:
             publication = self._by_tag.get(tag)
         if publication is None:
-            answer(_GONE)
+            answer(GONE)
             return
         if not is_proven(publication.key):
             raise FrameError("a request that does not prove its id")
         if publication.claimed:
-            answer("this id was pulled before; ids are for one use")
+            answer(PULLED_BEFORE)
             return
         publication.claimed = True
         if publication.fingerprint != expected:

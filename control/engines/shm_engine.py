@@ -10,52 +10,31 @@ Only processes of the same user under the same kernel get that far; the death of
 at once by the other, and nothing is left behind.
 """
 
-import contextlib
 import functools
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
-from kvferry.control.control_loop import ControlLoop, ControlLoopError
-from kvferry.control.engines.base import (
-    EngineOptions,
-    EngineStartError,
-    Pull,
-    Spec,
-    TransferEngine,
-    TransferError,
-)
+from kvferry.control.engines.base import EngineOptions, EngineStartError, Spec, TransferError
 from kvferry.control.engines.copy_crew import Copy, CopyCrew
-from kvferry.control.engines.host_arrays import total_bytes
+from kvferry.control.engines.host_arrays import as_bytes, host_parts, sizes_of, total_bytes
+from kvferry.control.engines.loop_engine import LoopEngine
 from kvferry.control.engines.pending import PendingPull
-from kvferry.control.engines.publications import (
-    Publication,
-    Publications,
-    as_bytes,
-    check_publishable,
-    describe,
-    fingerprint,
-    host_parts,
-)
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.engines.shm_peers import ShmSource, ShmTarget
 from kvferry.control.engines.shm_segments import Segment, SegmentPool
 from kvferry.control.engines.tcp_frames import Bytes, offsets
-from kvferry.control.workers import WorkerPool
 
 _CAPACITY_BYTES = 2 << 30
 _PIECE_BYTES = 4 << 20
-_WORKERS = 2
-_MAX_QUEUED = 65536
 _TRIM_SECONDS = 10.0
 _IDLE_SECONDS = 30.0
 
 
 @transfer_engine("shm")
-class ShmEngine(TransferEngine):
+class ShmEngine(LoopEngine[Segment, PendingPull]):
     """Moves arrays within a host. Linux only.
 
     Args:
@@ -73,20 +52,9 @@ class ShmEngine(TransferEngine):
     ) -> None:
         super().__init__(options)
         self._eager = eager
-        self._loop = ControlLoop("kv-shm")
-        self._workers = WorkerPool("kv-shm-stage", _WORKERS, _MAX_QUEUED)
         self._crew = CopyCrew()
-        self._publications: Publications[Segment] = Publications(self._loop, self._workers)
         self._pool = SegmentPool(capacity_bytes, self._on_drop)
         self._source = ShmSource(self._loop, self._publications, self._pool)
-        self._targets: dict[str, ShmTarget] = {}
-        self._running = False
-
-    @property
-    def failure(self) -> str | None:
-        """See `TransferEngine.failure`."""
-        dead = self._loop.failure
-        return None if dead is None else f"its thread died: {dead!r}"
 
     def start(self) -> str:
         """Begins to listen, where only processes of this host can come.
@@ -112,16 +80,10 @@ class ShmEngine(TransferEngine):
             raise EngineStartError(
                 f"transfer engine 'shm' cannot use shared memory here: {error}; it needs Linux 5.1"
             ) from error
-        self._loop.on_failure(self._drop_all)
-        self._loop.post(self._start_timers)
-        self._workers.start()
+        self._loop.post(self._start_trimming)
         self._crew.start()
-        self._running = True
+        self._run()
         return address
-
-    def settings(self) -> Mapping[str, int | str]:
-        """Returns nothing: any two fit that reach each other."""
-        return {}
 
     def has_room(self, specs: Sequence[Spec]) -> bool:
         """Whether so much more shared memory may be published."""
@@ -139,67 +101,35 @@ class ShmEngine(TransferEngine):
             ValueError: If `key` is published already or an array cannot travel.
             TransferError: If the engine is not running, or there is no room.
         """
-        check_publishable(key, arrays)
-        if not self._running:
-            raise TransferError(f"cannot publish {key}: transfer engine 'shm' is not running")
-        held = list(arrays)
-        sizes = [each.size * each.dtype.itemsize for each in held]
-        segment = self._pool.reserve(offsets(sizes)[1])
+        self._check_publish(key, arrays)
+        segment = self._pool.reserve(total_bytes(arrays))
         if segment is None:
             raise TransferError(
-                f"cannot publish {key}: {sum(sizes)} bytes more than the shared memory that may be"
-                " published at a time; release something first"
+                f"cannot publish {key}: {sum(sizes_of(arrays))} bytes more than the shared memory"
+                " that may be published at a time; release something first"
             )
-        publication = Publication(
-            key=key,
-            fingerprint=fingerprint(held),
-            text=describe(held),
-            until=time.monotonic() + deadline_seconds,
-            prepare=lambda: self._stage(held, segment),
-            discard=lambda: self._pool.unpublish(segment),
-            on_end=lambda: self._pool.leave(segment),
-        )
         try:
-            self._publications.add(publication)
+            publication = self._add(
+                key,
+                arrays,
+                deadline_seconds,
+                lambda held: self._stage(held, segment),
+                lambda: self._pool.unpublish(segment),
+                lambda: self._pool.leave(segment),
+            )
         except ValueError:
             self._pool.unpublish(segment)
             raise
         if self._eager:
             self._publications.prepare(publication)
 
-    def release(self, key: int, *, delivered: bool) -> None:
-        """Ends a publication. Its segment is used again once the puller's arrays are gone too."""
-        self._publications.release(key)
-
-    def pull(self, address: str, key: int, specs: Sequence[Spec], deadline_seconds: float) -> Pull:
-        """Starts a pull; see `TransferEngine.pull`."""
-        pull = PendingPull((address, key), specs, deadline_seconds, self._forget)
-        if not self._running or not self._loop.post(lambda: self._start_pull(pull)):
-            raise TransferError(f"pull {key}: transfer engine 'shm' is not running")
-        return pull
-
-    def disconnect(self, address: str) -> None:
-        """Closes the connection to a peer; pulls over it fail. Arrays that live are not harmed."""
-        self._loop.post(lambda: self._drop(address))
-
     def counters(self) -> dict[str, int]:
-        """Returns published keys, connections, and what there is of shared memory."""
-        return {
-            "published_keys": len(self._publications),
-            "draining_pulls": 0,
-            "connections": len(self._targets),
-            **self._pool.counters(),
-        }
+        """Adds what there is of shared memory to what `LoopEngine` counts."""
+        return {**super().counters(), **self._pool.counters()}
 
     def close(self) -> None:
-        """Closes everything; pulls in progress fail, arrays that were pulled live on."""
-        if self._running:
-            self._running = False
-            self._publications.release_all()
-            with contextlib.suppress(ControlLoopError):  # It has died, and dropped all by itself.
-                self._loop.call(self._drop_all)
-            self._loop.stop()
-        self._workers.stop()
+        """See `LoopEngine.close`."""
+        super().close()
         self._crew.stop()
         self._pool.close()
 
@@ -208,45 +138,20 @@ class ShmEngine(TransferEngine):
         self._crew.run(list(_copies(arrays, segment.open())))
         return segment
 
-    def _start_timers(self) -> None:
-        self._publications.start()
+    def _start_trimming(self) -> None:
         self._loop.every(_TRIM_SECONDS, lambda: self._pool.trim(_IDLE_SECONDS))
 
-    def _start_pull(self, pull: PendingPull) -> None:
-        if pull.ended:
-            return
-        target = self._targets.get(pull.address)
-        if target is None:
-            try:
-                target = ShmTarget(self._loop, pull.address, self._on_down)
-            except OSError as error:
-                pull.fail(f"cannot reach that process on this host: {error}")
-                return
-            self._targets[pull.address] = target
-        target.start(pull)
+    def _new_pull(
+        self, source: tuple[str, int], specs: Sequence[Spec], seconds: float
+    ) -> PendingPull:
+        return PendingPull(source, specs, seconds, self._forget)
 
-    def _forget(self, pull: PendingPull) -> None:
-        def forget() -> None:
-            target = self._targets.get(pull.address)
-            # By identity: another connection to the peer may have given out the same number.
-            if target is not None and target.pulls.get(pull.number) is pull:
-                del target.pulls[pull.number]
-
-        self._loop.post(forget)
-
-    def _on_down(self, target: ShmTarget) -> None:
-        if self._targets.get(target.address) is target:
-            del self._targets[target.address]
-
-    def _drop(self, address: str) -> None:
-        target = self._targets.pop(address, None)
-        if target is not None:
-            target.close("the connection was closed on this side")
+    def _connect(self, address: str) -> ShmTarget:
+        return ShmTarget(self._loop, address, self._on_down)
 
     def _drop_all(self) -> None:
         self._source.close()
-        for address in list(self._targets):
-            self._drop(address)
+        super()._drop_all()
 
     def _on_drop(self, segment: Segment) -> None:
         if not self._loop.post(functools.partial(self._source.forget, segment)):
@@ -255,7 +160,7 @@ class ShmEngine(TransferEngine):
 
 def _copies(arrays: Sequence[jax.Array], memory: Bytes) -> Iterator[Copy]:
     """Yields what has to be copied for arrays to be as `host_arrays.arrays_in` finds them."""
-    sizes = [array.size * array.dtype.itemsize for array in arrays]
+    sizes = sizes_of(arrays)
     for array, start, size in zip(arrays, offsets(sizes)[0], sizes, strict=True):
         place = memory[start : start + size]
         for index, part in host_parts(array):

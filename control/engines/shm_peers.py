@@ -15,7 +15,8 @@ from collections.abc import Callable
 from absl import logging
 
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.engines.host_arrays import arrays_in, total_bytes
+from kvferry.control.engines.host_arrays import total_bytes
+from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
 from kvferry.control.engines.shm_link import (
@@ -196,54 +197,33 @@ class ShmSource:
         self.borrowers.add(_Borrower(self, connection))
 
 
-class ShmTarget:
-    """A connection to a process that publishes, and the pulls over it.
+class ShmTarget(Connection[PendingPull]):
+    """A connection to a process of this host that publishes; see `Connection`.
 
     Args:
         loop: The engine's loop.
         address: Of the peer.
-        on_down: Called once when the connection has ended by itself.
-
-    Attributes:
-        address: As given.
-        pulls: Those that wait for an answer, by number.
+        on_down: See `Connection`.
 
     Raises:
         OSError: If there is no such process on this host, or it is another user's.
     """
 
-    def __init__(
-        self, loop: ControlLoop, address: str, on_down: Callable[["ShmTarget"], None]
-    ) -> None:
-        self.address = address
-        self.pulls: dict[int, PendingPull] = {}
+    def __init__(self, loop: ControlLoop, address: str, on_down: Callable[[str], None]) -> None:
+        super().__init__(address, on_down)
         self._loop = loop
-        self._numbers = itertools.count()
-        self._on_down = on_down
         self._challenge = b""
         self._mappings: dict[int, Mapping] = {}
         self._link = Link(loop, connect(address), self._take, self._go_down)
 
-    def start(self, pull: PendingPull) -> None:
-        """Asks for what a pull wants, as soon as the peer has said what to prove."""
-        pull.number = next(self._numbers)
-        self.pulls[pull.number] = pull
-        if self._challenge:
-            self._ask(pull)
-
-    def close(self, reason: str) -> None:
-        """Ends the connection, not the life of arrays; pulls over it fail for that reason."""
+    def _shut(self) -> None:
+        # Arrays that live keep what they refer to.
         self._link.close()
         self._mappings.clear()
-        pulls, self.pulls = list(self.pulls.values()), {}
-        for pull in pulls:
-            pull.fail(reason)
-
-    def _go_down(self, reason: str) -> None:
-        self.close(reason)
-        self._on_down(self)
 
     def _ask(self, pull: PendingPull) -> None:
+        if not self._challenge:
+            return  # Until the peer has said what to prove.
         nonce = secrets.token_bytes(NONCE_BYTES)
         proof = prove(pull.key, self._challenge, nonce, 0, 1)
         self._link.send(Ask(pull.number, tag_of(pull.key), proof, nonce, fingerprint(pull.specs)))
@@ -288,6 +268,5 @@ class ShmTarget:
             pull.fail(str(error))
             raise
         pull.received = memory.size
-        specs = pull.specs
         # If the pull has ended meanwhile, nothing refers to the memory, and it is given back.
-        pull.complete(lambda: arrays_in(memory, specs))
+        pull.complete(memory)

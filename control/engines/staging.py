@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from kvferry.control.engines.base import Pull, Spec, TransferEngine, TransferError
+from kvferry.control.engines.base import Pull, Spec, TransferEngine, TransferError, sharding_of
 from kvferry.control.host_kv_pool import HostKVPool, HostSlot
 from kvferry.kernels.copy_to_host import copy_to_host
 
@@ -152,8 +152,7 @@ def _stage(arrays: Sequence[jax.Array], slot: HostSlot) -> None:
 
 
 def _on_host(spec: Spec) -> Spec:
-    sharding = spec.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    host = sharding.with_memory_kind(_MEMORY_KIND)
+    host = sharding_of(spec).with_memory_kind(_MEMORY_KIND)
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=host)
 
 

@@ -35,7 +35,7 @@ from kvferry.control.engines.tcp_frames import (
 )
 from kvferry.control.engines.tcp_pull import GivenUp, TcpPull
 from kvferry.control.engines.tcp_server import TcpServer
-from kvferry.control.security import PortInUseError, check_advertise, host_port
+from kvferry.control.security import PortInUseError, check_advertise, host_port, listen_error
 from kvferry.control.workers import WorkerPool
 
 _CONNECT_SECONDS = 5.0
@@ -129,12 +129,10 @@ class TcpEngine(TransferEngine):
         except ValueError as error:
             raise EngineStartError(f"transfer engine 'tcp' cannot start: {error}") from error
         except OSError as error:
-            where = host_port(host, port)
-            if "in use" in str(error):
-                raise PortInUseError(f"port {where} is taken by another process") from error
-            raise EngineStartError(
-                f"transfer engine 'tcp' cannot listen on {where}: {error}"
-            ) from error
+            problem = listen_error(host, port, error)
+            if isinstance(problem, PortInUseError):
+                raise problem from error
+            raise EngineStartError(f"transfer engine 'tcp' {problem}") from error
         self._server = TcpServer(listener)
         self._workers.start()
         return host_port(host, listener.getsockname()[1])

@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 import jax
 
-from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
+from kvferry.control.engines.base import Spec
 from kvferry.control.engines.host_arrays import are_in, arrays_in, on_one_cpu_device, total_bytes
+from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.tcp_frames import (
     END_BYTES,
     GRANT_HEAD_BYTES,
@@ -40,7 +41,7 @@ class GivenUp(Exception):  # noqa: N818 (a signal within the engine, not an erro
 OnEnd: TypeAlias = Callable[["TcpPull", socket.socket, str | None], None]
 
 
-class TcpPull(Pull):
+class TcpPull(PendingPull):
     """A pull in progress.
 
     Its streams are received by worker threads; but the only stream of a small one, if a connection
@@ -67,71 +68,29 @@ class TcpPull(Pull):
         channels: int,
         seconds: float,
     ) -> None:
-        self.address, self.key = source
-        self.specs = list(specs)
+        super().__init__(source, specs, seconds)
         self.num_bytes = total_bytes(specs)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         # A small transfer is faster on one stream than split over threads.
         self.count = max(1, min(channels, self.num_bytes // _STREAM_BYTES))
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-        self._changed = threading.Condition()
         self.running = self.count
         self._done = 0
-        self._received = 0
-        self._error: TransferError | None = None
         self._early: list[jax.Array] = []
         self._here: _Reader | None = None
         self._reading = threading.Lock()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._error is not None or self._done == self.count
 
     def wait(self, timeout_seconds: float) -> bool:
         """See `Pull.wait`."""
         until = min(time.monotonic() + timeout_seconds, self._until)
         self._read(until)
-        with self._changed:
-            while self._here is None and not self.ended and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            if not self.ended and time.monotonic() >= self._until:
-                done = f"{self._done} of {self.count} streams had arrived"
-                self._error = TransferTimeoutError(
-                    f"{self._label}: not done in {self._seconds:.1f} s, {done}"
-                )
+        ended = super().wait(until - time.monotonic())
         self._drop_ended()
-        return self.ended
-
-    @property
-    def progress(self) -> int:
-        """Bytes that have arrived."""
-        return self._received
-
-    def result(self) -> list[jax.Array]:
-        """See `Pull.result`; on CPU the arrays are the received bytes and no copy of them."""
-        if self._error is not None:
-            raise self._error
-        if not self.ended:
-            raise TransferError(f"{self._label}: has not ended")
-        return self._early or arrays_in(self.memory, self.specs)
+        return ended
 
     def cancel(self) -> None:
         """See `Pull.cancel`. Any thread."""
-        self.fail(TransferError(f"{self._label}: cancelled"))
+        super().cancel()
         self._drop_ended()
-
-    def fail(self, error: TransferError) -> None:
-        """Ends it with an error, unless it has ended. Any thread."""
-        with self._changed:
-            if not self.ended:
-                self._error = error
-            self._changed.notify_all()
-
-    def note(self, received: int) -> None:
-        """Counts bytes that have arrived."""
-        self._received += received
 
     def check(self, received: int = 0) -> None:
         """Counts bytes that have arrived.
@@ -139,7 +98,7 @@ class TcpPull(Pull):
         Raises:
             GivenUp: If nobody wants them any more.
         """
-        self._received += received
+        self.received += received
         if self._error is not None or time.monotonic() >= self._until:
             raise GivenUp
 
@@ -147,15 +106,12 @@ class TcpPull(Pull):
         """Notes the end of a stream, and what was wrong with it if anything."""
         with self._changed:
             self.running -= 1
-            if not problem:
+            if problem:
+                self.fail(problem)
+            else:
                 self._done += 1
-            elif not self.ended:
-                self._error = TransferError(f"{self._label}: {problem}")
-            self._changed.notify_all()
-
-    @property
-    def _label(self) -> str:
-        return f"pull {self.key} from {self.address}"
+            if self._done == self.count:
+                self.complete(self.memory)
 
     def make_early(self) -> None:
         """Makes the arrays while their bytes are on the way: of many that takes as long as these.
@@ -201,6 +157,9 @@ class TcpPull(Pull):
                     return
                 if left < _BLOCK_SECONDS:
                     here.poller.poll(math.ceil(left * 1000))
+
+    def _arrays(self, memory: Bytes) -> list[jax.Array]:
+        return self._early or super()._arrays(memory)
 
     def _drop_ended(self) -> None:
         if self._here is None or not self.ended:
@@ -281,4 +240,4 @@ class _Reader:
             if not got:
                 raise ConnectionError(f"closed by the peer after {done} of {len(into)} bytes")
             done += got
-            self._pull.note(got)
+            self._pull.received += got

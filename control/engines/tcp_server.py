@@ -18,11 +18,13 @@ import time
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from absl import logging
 
+from kvferry.control.engines.host_arrays import as_bytes
+from kvferry.control.engines.publications import GONE, PULLED_BEFORE
 from kvferry.control.engines.tcp_frames import (
     CHALLENGE_BYTES,
+    Bytes,
     FrameError,
     Grant,
     Request,
@@ -41,7 +43,6 @@ _IDLE_SECONDS = 60.0
 _MAX_STRANGERS = 256
 _STRANGER_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
-_GONE = "nothing is published under this id: it was released, has expired, or never was"
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,9 +66,9 @@ class Publication:
     taker: bytes = b""
     taken: set[int] = dataclasses.field(default_factory=set)
     sending: set[socket.socket] = dataclasses.field(default_factory=set)
-    _bytes: list[np.ndarray] | None = None
+    _bytes: list[Bytes] | None = None
 
-    def as_bytes(self) -> list[np.ndarray]:
+    def as_bytes(self) -> list[Bytes]:
         """Returns each array as 1-D uint8; waits until they are computed.
 
         Raises:
@@ -77,10 +78,7 @@ class Publication:
             if self._bytes is None:
                 for each in self.arrays:
                     each.copy_to_host_async()
-                self._bytes = [
-                    np.ascontiguousarray(np.asarray(each)).reshape(-1).view(np.uint8)
-                    for each in self.arrays
-                ]
+                self._bytes = [as_bytes(each) for each in self.arrays]
             return self._bytes
 
 
@@ -221,7 +219,7 @@ class TcpServer:
         with self._lock:
             publication = self._publications.get(request.tag)
             if publication is None:
-                return _GONE
+                return GONE
             if not is_proven(request, publication.key, challenge):
                 raise FrameError("a request that does not prove its id")
             if peer not in self._connections:
@@ -232,7 +230,7 @@ class TcpServer:
                 set_timeouts(peer, _IDLE_SECONDS, _IDLE_SECONDS)
             publication.taker = publication.taker or request.nonce
             if publication.taker != request.nonce or request.index in publication.taken:
-                return "this id was pulled before; ids are for one use"
+                return PULLED_BEFORE
             publication.taken.add(request.index)
             publication.sending.add(peer)
             return publication

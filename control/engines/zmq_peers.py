@@ -8,7 +8,6 @@ order, a few ahead of what has arrived. All of it runs on the engine's loop thre
 import contextlib
 import dataclasses
 import hmac
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -19,7 +18,8 @@ from absl import logging
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import Spec
-from kvferry.control.engines.host_arrays import arrays_in, sizes_of
+from kvferry.control.engines.host_arrays import sizes_of
+from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
 from kvferry.control.engines.tcp_frames import Bytes, FrameError, offsets, stream_parts, tag_of
@@ -29,9 +29,9 @@ from kvferry.control.sockets import (
     HANDSHAKE_FAILURES,
     close_socket,
     key_hint,
+    listen,
     new_socket,
     next_event,
-    secure_server,
 )
 
 _PIECE_BYTES = 4 << 20
@@ -102,20 +102,10 @@ class ZmqSource:
         self._serving: dict[bytes, _Serving] = {}
 
     def open(self, host: str, port: int) -> int:
-        """Listens; returns the port."""
-        made = new_socket(self._loop, zmq.ROUTER, host)
-        made.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._keys is not None:
-            secure_server(self._loop, made, self._keys)
-        try:
-            made.bind(endpoint(host, port if port else "*"))
-        except zmq.ZMQError:
-            made.close()
-            raise
-        self._socket = made
-        self._loop.watch(made, self._receive)
-        return int(made.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        """Listens; returns the port. Raises as `sockets.listen` does."""
+        self._socket, port = listen(self._loop, host, port, self._keys, _MAX_ASK_BYTES)
+        self._loop.watch(self._socket, self._receive)
+        return port
 
     def forget(self, key: int) -> None:
         """Ends the pull of a publication that is no more."""
@@ -212,18 +202,21 @@ class ZmqPull(PendingPull):
             self.received += end - begin
         self.arrived += 1
         if self.arrived == self.count:
-            self.complete(lambda: arrays_in(self.memory, self.specs))
+            self.complete(self.memory)
         return ""
 
 
-class ZmqTarget:
-    """A DEALER with one connection to a peer, and the pulls over it.
+class ZmqTarget(Connection[ZmqPull]):
+    """A DEALER with one connection to a peer; see `Connection`.
 
     Args:
         loop: The engine's loop.
         address: The peer's.
         keys: See `EngineOptions`.
-        on_down: Called once when the connection is gone.
+        on_down: See `Connection`.
+
+    Raises:
+        zmq.ZMQError: If nobody can have that address, or there are no more sockets.
     """
 
     def __init__(
@@ -231,14 +224,11 @@ class ZmqTarget:
         loop: ControlLoop,
         address: str,
         keys: CurveKeys | None,
-        on_down: Callable[["ZmqTarget"], None],
+        on_down: Callable[[str], None],
     ) -> None:
-        self.address = address
-        self.pulls: dict[int, ZmqPull] = {}
+        super().__init__(address, on_down)
         self._loop = loop
         self._keys = keys
-        self._on_down = on_down
-        self._numbers = itertools.count()
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         self._socket = new_socket(loop, zmq.DEALER, host)
@@ -247,30 +237,23 @@ class ZmqTarget:
         self._monitor: Any = self._socket.get_monitor_socket()
         loop.watch(self._monitor, self._see_events)
         loop.watch(self._socket, self._receive)
-        self._open = True
         try:
             self._socket.connect(endpoint(host, port))
         except zmq.ZMQError:
             self.close("")
             raise
 
-    def start(self, pull: ZmqPull) -> None:
-        """Asks for the first piece. The others follow once it shows that the id is good."""
-        pull.number = next(self._numbers)
-        self.pulls[pull.number] = pull
-        self._ask(pull)
+    def forget(self, pull: PendingPull) -> None:
+        """See `Connection.forget`; the connection ends with the last pull that is given up."""
+        if self.pulls.pop(pull.number, None) is not None and not self.pulls:
+            # If the peer hangs, the next pull must not wait behind this one.
+            self._go_down("its pulls were given up")
 
-    def close(self, reason: str) -> None:
-        """Closes the connection; its pulls fail for that reason."""
-        if not self._open:
-            return
-        self._open = False
+    def _shut(self) -> None:
         close_socket(self._loop, self._socket, self._monitor, 0.0)
-        pulls, self.pulls = list(self.pulls.values()), {}
-        for pull in pulls:
-            pull.fail(reason)
 
     def _ask(self, pull: ZmqPull) -> None:
+        # The next piece. Those after the first follow once that shows that the id is good.
         ask = _Ask(pull.number, pull.asked, pull.key, pull.fingerprint)
         pull.asked += 1
         with contextlib.suppress(zmq.Again):  # It takes nothing any more: the deadline ends it.
@@ -278,7 +261,7 @@ class ZmqTarget:
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_WAKE):
-            if not self._open:
+            if not self.open:
                 return
             try:
                 head, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -303,14 +286,10 @@ class ZmqTarget:
             self._ask(pull)
 
     def _see_events(self) -> None:
-        while self._open and (event := next_event(self._monitor)) is not None:
+        while self.open and (event := next_event(self._monitor)) is not None:
             if event in DOWN_EVENTS:
                 self._receive()  # What the peer said before it closed comes first.
                 reason = DOWN_EVENTS[event]
                 if event in HANDSHAKE_FAILURES:
                     reason = f"{reason}; {key_hint(self._keys)}"
                 self._go_down(reason)
-
-    def _go_down(self, reason: str) -> None:
-        self.close(reason)
-        self._on_down(self)

@@ -30,6 +30,7 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
     TransferTimeoutError,
+    sharding_of,
 )
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.thread_boundary import GuardedThread
@@ -70,8 +71,7 @@ class _FilePull(Pull):
             raise self._error
         if self._host is None:
             raise TransferError(f"{self._label}: has not ended")
-        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return list(jax.device_put(self._host, [each.sharding or first for each in self._specs]))
+        return list(jax.device_put(self._host, [sharding_of(each) for each in self._specs]))
 
     def cancel(self) -> None:
         if self._host is None and self._error is None:

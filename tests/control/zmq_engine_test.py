@@ -2,6 +2,7 @@
 """What is particular to the zmq engine; engines_test.py has what it shares with the others."""
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -147,6 +148,19 @@ def test_a_released_publication_is_forgotten(ends: Ends) -> None:
     assert made.wait(5.0) and len(serving) == 1
     ends.source.release(key, delivered=True)
     wait_until(lambda: not serving)
+
+
+def test_memory_comes_back_at_once_from_a_pull_that_nobody_looked_at(ends: Ends) -> None:
+    buffers = ends.target._buffers  # type: ignore[attr-defined]
+    key = IDS.next_id()
+    ends.source.publish(key, ARRAYS, 30.0)
+    gc.disable()
+    try:
+        assert ends.pull(key, SPECS).wait(5.0)
+        assert wait_until(lambda: buffers.num_lent == 0) < 3.0  # Later the pool collects itself.
+    finally:
+        gc.enable()
+    ends.source.release(key, delivered=True)
 
 
 def test_pages_travel_under_keys() -> None:
