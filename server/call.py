@@ -20,6 +20,10 @@ from collections.abc import Callable, Sequence
 from kvferry.engine.request import FinishReason, RequestOutput, TokenLogprob
 from kvferry.server.errors import BAD_REQUEST, UNAVAILABLE, ApiError
 
+# What OpenAI's routes put before the id of a request.
+CHAT_PREFIX = "chatcmpl-"
+COMPLETION_PREFIX = "cmpl-"
+
 
 class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
@@ -126,15 +130,17 @@ class Call:
         """Tells whether a client means this call by an id.
 
         Args:
-          rid: the request's id, or the id of one of its sequences.
+          rid: the request's id as the client gave it or as it was answered, or the id of one of
+            its sequences.
 
         Returns:
           Whether it is this call's.
         """
-        children = f"{rid}_"
+        names = {f"{prefix}{rid}" for prefix in ("", CHAT_PREFIX, COMPLETION_PREFIX)}
         return any(
-            result.public_id == rid or result.public_id.startswith(children)
+            result.public_id == name or result.public_id.startswith(f"{name}_")
             for result in self.results
+            for name in names
         )
 
     async def wait(self) -> list[int]:

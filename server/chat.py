@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.server.answer import CallAnswer
+from kvferry.server.call import CHAT_PREFIX
 from kvferry.server.chat_form import ChatForm
 from kvferry.server.errors import ApiError
 from kvferry.server.fields import at_least
@@ -52,7 +53,7 @@ async def _plan(service: Service, body: ChatBody) -> SequencePlan:
     if tops and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true")
     return SequencePlan(
-        public_id=f"chatcmpl-{body.rid or service.new_id()}",
+        public_id=f"{CHAT_PREFIX}{body.rid or service.new_id()}",
         prompt_ids=await service.prompts.from_messages(body),
         params=openai_sampling(body, most),
         return_logprob=bool(body.logprobs),

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.server.answer import CallAnswer
+from kvferry.server.call import COMPLETION_PREFIX
 from kvferry.server.completion_form import CompletionForm
 from kvferry.server.errors import ApiError
 from kvferry.server.fields import at_least, whole
@@ -41,7 +42,7 @@ async def completions(service: Service, request: Request) -> Response:
     refuse_openai(body)
     _refuse_combinations(service, body)
     prompts, texts = await _prompts(service, body)
-    answer_id = f"cmpl-{body.rid or service.new_id()}"
+    answer_id = f"{COMPLETION_PREFIX}{body.rid or service.new_id()}"
     plans = service.expand(_plans(service, body, prompts, answer_id), body.n, body)
     samples = len(plans) // len(prompts)
     envelope = Envelope(answer_id, "text_completion", service.options.model_name, samples)

@@ -170,6 +170,30 @@ def test_abort_request(rid: str, stream: bool) -> None:
         assert running.post("/abort_request", {"rid": rid}).json == {"aborted": 0}
 
 
+@pytest.mark.parametrize(
+    ("path", "rid"),
+    [
+        ("/v1/completions", "mine"),
+        ("/v1/completions", "cmpl-mine"),
+        ("/v1/chat/completions", "mine"),
+        ("/v1/chat/completions", "chatcmpl-mine"),
+    ],
+)
+def test_abort_request_of_the_openai_routes(path: str, rid: str) -> None:
+    scheduler = ScriptedScheduler(_silent)
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "rid": "mine"}
+    del body["messages" if path == "/v1/completions" else "prompt"]
+    with serving_script(scheduler) as running:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(running.post(path, body)))
+        thread.start()
+        wait_until(scheduler.has_pending, "the request runs")
+        assert running.post("/abort_request", {"rid": rid}).json == {"aborted": 1}
+        thread.join(20)
+        assert answers[0].status == 400
+        assert answers[0].message == f"request '{rid}' was aborted"
+
+
 def test_abort_all() -> None:
     scheduler = ScriptedScheduler(_silent)
     with serving_script(scheduler) as running:
