@@ -20,9 +20,9 @@ DELAY_SECONDS = 0.2
 CONTROL = ("bootstrap", "side_channel")
 DATA = ("engine",)
 # Where all bytes of a pull come from the port that peers are told. The others: jax sends its bulk
-# from ports that it picks itself, shm from shared memory.
+# from ports that it picks itself, shm (and auto, between processes of one host) from shared memory.
 PROXIED_DATA = ("tcp", "zmq")
-ENGINES = ("jax", "tcp", "zmq", "shm")
+ENGINES = ("jax", "tcp", "zmq", "shm", "auto")
 
 
 class Phase(enum.Enum):

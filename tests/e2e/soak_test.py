@@ -4,8 +4,6 @@
 `KVFERRY_SOAK_SEED` repeats a run's choices (which the threads may still come to in another order),
 `KVFERRY_SOAK_REQUESTS` shortens or lengthens it.
 
-All of them with the engines that go between hosts, tcp and jax; a quarter with the others.
-
 The requests go through the real router. Its circuit breaker is off (`Stack`): it would keep a
 restarted server out for a minute, and what it does then is not this project's. The jax engine's
 port gets no rubbish: four zero bytes to the control port of jax.experimental.transfer end the
@@ -19,7 +17,6 @@ import random
 import signal
 import sys
 import time
-import types
 from collections.abc import Iterator
 
 import psutil
@@ -31,8 +28,6 @@ from kvferry.tests.e2e.soak_client import Clients, Weather, questions
 from kvferry.tests.e2e.soak_rubbish import Rubbish, Targets
 
 _REQUESTS = int(os.environ.get("KVFERRY_SOAK_REQUESTS", "2000"))
-# Of the requests, by engine.
-_SHARES = types.MappingProxyType({"tcp": 1.0, "jax": 1.0, "zmq": 0.25, "shm": 0.25, "auto": 0.25})
 _CONCURRENCY = 16
 _KILLS_OF_EACH = 5
 _QUESTIONS = 40
@@ -92,7 +87,7 @@ def _seed() -> int:
     return seed
 
 
-@pytest.fixture(name="stack", params=list(_SHARES))
+@pytest.fixture(name="stack", params=["auto", "tcp", "jax", "zmq", "shm"])
 def _stack(tiny_model: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Stack]:
     flags = dict(by_role((*TINY_FLAGS, f"--transfer_engine={request.param}")))
     flags["router"] = ("--health-check-interval-secs", "1")
@@ -134,11 +129,10 @@ def _serves(stack: Stack) -> bool:
     return post(stack.router_url, "/generate", body, timeout=10.0)[0] == 200
 
 
-def _storm(stack: Stack, clients: Clients, weather: Weather, total: int, seed: int) -> int:
-    """Kills and restarts servers at chosen numbers of requests; returns how often each."""
+def _storm(stack: Stack, clients: Clients, weather: Weather, total: int, seed: int) -> None:
+    """Kills and restarts servers at chosen numbers of requests."""
     rng = random.Random(f"storm-{seed}")
-    each = min(_KILLS_OF_EACH, max(1, _KILLS_OF_EACH * total // 2000))
-    victims = [*stack.prefills * each, *stack.decodes * each]
+    victims = [*stack.prefills, *stack.decodes] * _KILLS_OF_EACH
     rng.shuffle(victims)
     for number, victim in enumerate(victims):
         due = int(_STORMY * total * (number + rng.random()) / len(victims))
@@ -151,7 +145,6 @@ def _storm(stack: Stack, clients: Clients, weather: Weather, total: int, seed: i
         stack.wait_ready([victim])
         wait_for(lambda: _serves(stack), "served again", seconds=60.0)
         weather.mend()
-    return each
 
 
 @pytest.mark.slow
@@ -161,18 +154,17 @@ def test_soak(stack: Stack, seed: int, request: pytest.FixtureRequest) -> None:
     colocated = stack.start_server("null")
     asked = questions(colocated.url, _QUESTIONS, random.Random(seed))
     colocated.process.kill()
-    total = int(_REQUESTS * _SHARES[engine])
     weather = Weather()
     clients = Clients(stack, asked, weather, seed)
     servers = [*stack.prefills, *stack.decodes]
     began = time.monotonic()
     with _rubbish(stack, engine, seed) as rubbish:
-        clients.run(int(_STORMY * total), _CONCURRENCY)
-        kills = _storm(stack, clients, weather, total, seed)
+        clients.run(int(_STORMY * _REQUESTS), _CONCURRENCY)
+        _storm(stack, clients, weather, _REQUESTS, seed)
         clients.join()
         assert clients.problems == []
         # What is warmed up now has not been killed for good: it must stay as it is.
-        rest = total - clients.done
+        rest = _REQUESTS - clients.done
         clients.run(rest // 2, _CONCURRENCY)
         clients.join()
         warm = {server.role: settled(server) for server in servers}
@@ -181,8 +173,8 @@ def test_soak(stack: Stack, seed: int, request: pytest.FixtureRequest) -> None:
     seconds = time.monotonic() - began
     print(
         f"soak: {engine}, seed {seed}: {clients.done} requests in {seconds:.0f} s, longest"
-        f" {clients.longest_seconds:.1f} s, {dict(clients.outcomes)}; P and D killed {kills} times"
-        f" each; rubbish {dict(rubbish.sent)}",
+        f" {clients.longest_seconds:.1f} s, {dict(clients.outcomes)}; P and D killed"
+        f" {_KILLS_OF_EACH} times each; rubbish {dict(rubbish.sent)}",
         file=sys.__stderr__,
         flush=True,
     )
@@ -191,7 +183,7 @@ def test_soak(stack: Stack, seed: int, request: pytest.FixtureRequest) -> None:
         before, after = warm[server.role], settled(server, warm[server.role])
         print(f"soak: {server.role} {before} -> {after}", file=sys.__stderr__, flush=True)
         assert after.rss_bytes <= before.rss_bytes * (1 + _RSS_SHARE), server.role
-    assert clients.outcomes["lost"] <= 2 * kills * _MOST_LOST_PER_KILL, clients.outcomes
+    assert clients.outcomes["lost"] <= 2 * _KILLS_OF_EACH * _MOST_LOST_PER_KILL, clients.outcomes
     for server in servers:
         server.process.signal(signal.SIGTERM)
         assert server.process.wait(40.0) == 0
