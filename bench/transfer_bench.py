@@ -3,9 +3,10 @@
 
 What counts is the time from arrays in one process to arrays, ready for use, in the other. Beside
 the engines: one thread's memcpy, a plain TCP copy into memory that exists already, and
-`jax.experimental.transfer` with the settings of two other projects. All methods take turns, repeat
-by repeat and in random order, so that a noisy moment hits all alike; compare within a run. Then the
-latency of a hand-over of one page through the whole control layer.
+`jax.experimental.transfer` itself, with the settings of two other projects and with those of the
+jax engine. All methods take turns, repeat by repeat and in random order, so that a noisy moment
+hits all alike; compare within a run. Then the latency of a hand-over of one page through the whole
+control layer.
 
     python -m kvferry.bench.transfer_bench --engines=jax,tcp --sizes_mib=64 --repeats=9
 """
@@ -30,6 +31,7 @@ from kvferry.bench.transfer_methods import (
     MEMCPY,
     PEERS,
     PLAIN,
+    RAW,
     Payload,
     Target,
     make_target,
@@ -49,7 +51,12 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "Repetitions; medians count.", low
 _HANDOVERS = flags.DEFINE_integer(
     "handovers", 60, "Hand-overs of one page per engine; 0: none.", lower_bound=0
 )
-_PEERS = flags.DEFINE_bool("peers", True, "Measure the settings of two other projects, too.")
+_RAW = flags.DEFINE_bool(
+    "raw",
+    True,
+    "Measure jax.experimental.transfer itself, too: with the settings of two other projects, and"
+    " with those of the jax engine.",
+)
 _JSON = flags.DEFINE_string("json", None, "Where to write the medians.")
 
 _WARM_UPS = 1
@@ -262,7 +269,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"skipped: no transfer engine is called {name}")
         else:
             engines.append(name)
-    methods = [m for m in method_names(engines) if _PEERS.value or m not in PEERS]
+    methods = [m for m in method_names(engines) if _RAW.value or m not in RAW]
     child = Child("kvferry.bench.transfer_source")
     try:
         bench = TransferBench(child, methods)

@@ -140,7 +140,7 @@ class EngineTarget(Target):
 
 @dataclasses.dataclass(frozen=True)
 class RawSettings:
-    """How a peer project starts the library."""
+    """How somebody starts the library."""
 
     transports: int
     chunk_bytes: int
@@ -160,7 +160,7 @@ class RawSettings:
 
 
 class RawSource(Source):
-    """`jax.experimental.transfer` as a peer project uses it."""
+    """`jax.experimental.transfer` used directly."""
 
     def __init__(self, settings: RawSettings) -> None:
         self._settings = settings
@@ -176,7 +176,7 @@ class RawSource(Source):
 
 
 class RawTarget(Target):
-    """`jax.experimental.transfer` as a peer project uses it."""
+    """`jax.experimental.transfer` used directly."""
 
     def __init__(self, settings: RawSettings) -> None:
         self._settings = settings
@@ -290,11 +290,20 @@ class MemcpyTarget(Target):
         return self._to
 
 
+def _own_settings() -> RawSettings:
+    own = EngineOptions()
+    return RawSettings(own.channels, own.chunk_bytes, own.parallel_copies)
+
+
 PEERS: Mapping[str, RawSettings] = MappingProxyType(
     {
         "tpu-inference's settings": RawSettings(8, 256 << 20, 8),
         "sglang-jax's settings": RawSettings(1, 64 << 20, 4),
     }
+)
+# What the settings of the jax engine give without the engine.
+RAW: Mapping[str, RawSettings] = MappingProxyType(
+    {**PEERS, "the engine's settings": _own_settings()}
 )
 MEMCPY = "memcpy"
 PLAIN = "plain TCP"
@@ -307,7 +316,7 @@ def method_names(engines: Sequence[str]) -> list[str]:
     Args:
         engines: Which engines; "jax:8:1048576" is `jax` with so many channels and chunk bytes.
     """
-    return [MEMCPY, *_STREAMS, *engines, *PEERS]
+    return [MEMCPY, *_STREAMS, *engines, *RAW]
 
 
 def unknown_engine(name: str) -> bool:
@@ -321,8 +330,8 @@ def make_source(name: str) -> Source:
         return NoSource()
     if name in _STREAMS:
         return SocketSource(_STREAMS[name])
-    if name in PEERS:
-        return RawSource(PEERS[name])
+    if name in RAW:
+        return RawSource(RAW[name])
     return EngineSource(*_engine(name))
 
 
@@ -332,8 +341,8 @@ def make_target(name: str) -> Target:
         return MemcpyTarget()
     if name in _STREAMS:
         return SocketTarget(_STREAMS[name])
-    if name in PEERS:
-        return RawTarget(PEERS[name])
+    if name in RAW:
+        return RawTarget(RAW[name])
     return EngineTarget(*_engine(name))
 
 
