@@ -303,7 +303,7 @@ PEERS: Mapping[str, RawSettings] = MappingProxyType(
 )
 # What the settings of the jax engine give without the engine.
 RAW: Mapping[str, RawSettings] = MappingProxyType(
-    {**PEERS, "the engine's settings": _own_settings()}
+    {**PEERS, "the jax engine's settings": _own_settings()}
 )
 MEMCPY = "memcpy"
 PLAIN = "plain TCP"
