@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is particular to the tcp engine; engines_test.py has what it shares with the others."""
 
+import errno
 import os
 import socket
 import threading
@@ -461,3 +462,20 @@ def test_too_many_threads_are_a_passing_problem(
             assert peer.recv(1) == b""
     np.testing.assert_array_equal(move(source, target, jnp.arange(3.0)), [0, 1, 2])
     assert source.failure is None
+
+
+def test_a_pull_for_which_there_is_no_memory_is_refused(
+    source: TcpEngine, target: TcpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lend(num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    key, array = IDS.next_id(), jnp.arange(3.0)
+    move(source, target, array)  # Leaves a connection, over which the next pull asks early.
+    source.publish(key, [array], 30.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(target._buffers, "lend", lend)
+        with pytest.raises(TransferError, match="no memory for 64 bytes: .*Cannot allocate"):
+            target.pull(address(source), key, specs(array), 20.0)
+    source.release(key, delivered=False)
+    np.testing.assert_array_equal(move(source, target, array), array)
