@@ -118,6 +118,7 @@ class TransferTiming:
         finished: A terminal state was reached.
         pull_seconds: Receiver: sum over chunks of the time from announcement to arrival.
         num_bytes: Bytes sent and acknowledged, or received.
+        progress: The last progress, as this side or the other has noted it.
     """
 
     opened: float
@@ -126,6 +127,7 @@ class TransferTiming:
     finished: float | None
     pull_seconds: float
     num_bytes: int
+    progress: float
 
 
 class KVSender(abc.ABC):

@@ -25,6 +25,9 @@ from kvferry.engine.request import FinishReason, SampledToken, TokenLogprob
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence
 
+# Transfers move without an event: while requests wait for their slots, the step thread looks.
+_QUEUE_POLL_SECONDS = 0.5
+
 
 class _Stage(enum.Enum):
     PREALLOCATE = "preallocate"
@@ -48,7 +51,8 @@ class DecodeScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._manager: KVManager | None = None
         self._default_bootstrap_port = 0
-        self._steps_seen = 0
+        self._progress_seen = (0, 0, 0.0)
+        self._num_ended = 0
         self._legs: dict[int, _Leg] = {}
         self.handovers = HandoverStats()
 
@@ -87,15 +91,24 @@ class DecodeScheduler(Scheduler):
             waits = leg.stage is _Stage.PREALLOCATE and not leg.seq.finished
             blocked = blocked or waits
         self._report_progress()
-        return super().poll()
+        return _QUEUE_POLL_SECONDS if blocked else super().poll()
 
     def _report_progress(self) -> None:
-        """A step brings those that run nearer to their end, and so those that wait for them."""
-        if self.num_steps > self._steps_seen:
-            self._steps_seen = self.num_steps
-            for leg in self._legs.values():
-                if leg.stage is _Stage.PREALLOCATE:
-                    leg.receiver.mark_progress()
+        """Whatever brings those with a slot nearer to their end helps those that wait for one.
+
+        That is a step, a slot that was given back (also by answers that took no step), and whatever
+        moves a transfer: data that arrives, or a prefill server that is busy with others.
+        """
+        waiting = [leg for leg in self._legs.values() if leg.stage is _Stage.PREALLOCATE]
+        if not waiting:
+            return
+        transfers = (leg for leg in self._legs.values() if leg.stage is _Stage.TRANSFER)
+        moved = max((leg.receiver.timing.progress for leg in transfers), default=0.0)
+        seen = (self.num_steps, self._num_ended, moved)
+        if seen != self._progress_seen:
+            self._progress_seen = seen
+            for leg in waiting:
+                leg.receiver.mark_progress()
 
     def _advance(self, leg: _Leg, may_admit: bool) -> None:
         if leg.receiver.poll() is KVPoll.Failed:
@@ -139,4 +152,5 @@ class DecodeScheduler(Scheduler):
     def on_release(self, seq: Sequence) -> None:
         """Forgets the leg."""
         self._legs.pop(seq.ticket, None)
+        self._num_ended += seq.admitted
         super().on_release(seq)

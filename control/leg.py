@@ -50,6 +50,7 @@ class Leg:
             finished=entered.get(KVPoll.Success, entered.get(KVPoll.Failed)),
             pull_seconds=self.pull_seconds,
             num_bytes=self.num_bytes,
+            progress=self.machine.progress_at,
         )
 
     def poll(self) -> KVPoll:

@@ -25,6 +25,9 @@ from kvferry.engine.request import FinishReason, Request, SampledToken
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence
 
+# Data arrives without an event for the step thread. While computed prompts wait, it looks.
+_QUEUE_POLL_SECONDS = 0.5
+
 
 class _Stage(enum.Enum):
     BOOTSTRAP = "bootstrap"
@@ -53,7 +56,8 @@ class PrefillScheduler(Scheduler):
         self._manager: KVManager | None = None
         self._max_chunk_pages: int | None = None
         self._legs: dict[int, _Leg] = {}
-        self._progress_seen = (0, 0)
+        self._progress_seen = (0, 0, 0, 0.0)
+        self._num_ended = 0
         self.handovers = HandoverStats()
 
     def connect(self, manager: KVManager, max_chunk_pages: int | None = None) -> None:
@@ -94,16 +98,27 @@ class PrefillScheduler(Scheduler):
             waits = leg.stage is _Stage.HAND_OVER and not leg.seq.finished
             blocked = blocked or waits
         self._report_progress()
-        return super().poll()
+        return _QUEUE_POLL_SECONDS if blocked else super().poll()
 
     def _report_progress(self) -> None:
-        """A step or a hand-over is progress for all that wait behind it, computed or not."""
-        seen = (self.num_steps, self.handovers.count)
+        """Whatever brings a leg nearer to its end helps all that wait behind it, computed or not.
+
+        That is a step, a leg that has ended, acknowledged bytes, and data that arrives.
+        """
+        waiting = [
+            leg for leg in self._legs.values() if leg.stage in (_Stage.PREFILL, _Stage.HAND_OVER)
+        ]
+        if not waiting:
+            return
+        timings = {leg: leg.sender.timing for leg in self._legs.values()}
+        num_bytes = sum(timing.num_bytes for timing in timings.values())
+        # Not of those that wait: what is marked here must not count as progress again.
+        flying = (timings[leg].progress for leg in timings if leg.stage is _Stage.IN_FLIGHT)
+        seen = (self.num_steps, self._num_ended, num_bytes, max(flying, default=0.0))
         if seen != self._progress_seen:
             self._progress_seen = seen
-            for leg in self._legs.values():
-                if leg.stage in (_Stage.PREFILL, _Stage.HAND_OVER):
-                    leg.sender.mark_progress()
+            for leg in waiting:
+                leg.sender.mark_progress()
 
     def _advance(self, leg: _Leg, may_send: bool) -> None:
         state = leg.sender.poll()
@@ -217,5 +232,6 @@ class PrefillScheduler(Scheduler):
 
     def on_release(self, seq: Sequence) -> None:
         """Forgets the leg; the engine frees the pages if the request still has any."""
-        self._legs.pop(seq.ticket, None)
+        leg = self._legs.pop(seq.ticket, None)
+        self._num_ended += leg is not None and leg.stage is not _Stage.BOOTSTRAP
         super().on_release(seq)

@@ -81,7 +81,7 @@ class Scheduler(SchedulerBase):
         """
         super().__init__(runner, tokenizer, limits, sampler=sampler, clock=clock)
         self.num_steps = 0
-        self._steps_checked = 0
+        self._checked = 0
         self._tickets = itertools.count(1)
         self._executor = StepExecutor(runner, self.sampler)
         self._prefilled_last = False
@@ -204,10 +204,11 @@ class Scheduler(SchedulerBase):
             self._note_step(work, started)
             for outcome in outcomes:
                 self._apply(outcome)
-        elif self._num_live == 0 and self._steps_checked != self.num_steps:
+        elif self._num_live == 0 and self._checked != self._counters.accepted:
             # A page that is lost or held twice would in time be a wrong answer: better no answers.
+            # Also after requests that took no step: their pages may have been filled from outside.
             self.allocator.check(used=self._num_taken)
-            self._steps_checked = self.num_steps
+            self._checked = self._counters.accepted
         # A preemption may have made room for somebody who waits.
         return 0.0 if work or preemptions != self._counters.preemptions else delay
 
