@@ -168,8 +168,9 @@ class KVSender(abc.ABC):
 
         Returns:
             Whether they were taken. If not, the published bytes are at their limit (`on_event` is
-            called when that changes: try again then), or the leg has failed: see `poll`. If taken,
-            the gather is dispatched and the pages may be reused.
+            called when that changes: try again then), or the leg has failed, maybe just now because
+            these pages cannot be gathered or published: see `poll`. If taken, the gather is
+            dispatched and the pages may be reused.
 
         Raises:
             ValueError: If the pages are more than D asked for, or `last` leaves some out, or the

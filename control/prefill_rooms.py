@@ -8,6 +8,7 @@ tables are guarded by one lock that is never held during I/O, a gather or a publ
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -74,17 +75,18 @@ class Sender(Leg, KVSender):
         num_bytes = self._manager.reserve(self, len(page_ids))
         if num_bytes is None:
             return False
-        arrays: list[jax.Array] = []
-        key = 0
-        if page_ids:
-            key = self._manager.ids.next_id()
-            arrays = self._manager.pages.gather(page_ids)
+        key = self._manager.ids.next_id() if page_ids else 0
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._manager.give_back, num_bytes)
             try:
-                self._manager.engine.publish(key, arrays, _PUBLISH_SECONDS)
-            except TransferError as error:
-                self._manager.give_back(num_bytes)
-                self._manager.fail(self, TransferFailure(f"cannot publish pages: {error}", 503))
+                arrays = self._publish(key, page_ids)
+            except (TransferError, jax.errors.JaxRuntimeError, ValueError) as error:
+                # Of these pages only: the pool is as it was, and the next room may fare better.
+                status = 500 if isinstance(error, ValueError) else 503
+                failure = TransferFailure(f"cannot publish pages: {error}", status)
+                self._manager.fail(self, failure)
                 return False
+            undo.pop_all()
         return self._manager.announce_chunk(
             self,
             KVChunk(
@@ -103,6 +105,13 @@ class Sender(Leg, KVSender):
     def abort(self, reason: str, status: int = 503) -> None:
         """Ends the leg and tells D at once."""
         self._manager.fail(self, TransferFailure(reason, status))
+
+    def _publish(self, key: int, page_ids: Sequence[int]) -> list[jax.Array]:
+        if not page_ids:
+            return []
+        arrays = self._manager.pages.gather(page_ids)
+        self._manager.engine.publish(key, arrays, _PUBLISH_SECONDS)
+        return arrays
 
     def _check(self, page_ids: Sequence[int], last: bool, metadata: KVMetadata | None) -> None:
         state, request = self.poll(), self.request

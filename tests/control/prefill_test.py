@@ -3,7 +3,12 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
+import jax
+import pytest
+
+from kvferry.control.engines.base import TransferError
 from kvferry.tests.control.pairs import QUICK, wait_until
 from kvferry.tests.control.scheduler_pair import finish_of, scheduler_pair
 from kvferry.tests.engine.driving import (
@@ -104,4 +109,33 @@ def test_computed_prompts_do_not_wait_for_one_that_stands_still() -> None:
         assert all("no progress in 2 s" in end for end in finish_of(*stuck))
         pair.network.set(held=False)
         assert finish_of(*pair.submit(random_prompt(6))) == ["length", "length"]
+        pair.wait_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("an array is deleted"), 500),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 503),
+        (TransferError("out of slots"), 503),
+    ],
+)
+def test_a_publication_that_raises_ends_its_request_only(error: Exception, status: int) -> None:
+    """Both clients are told why; the others go on, and nothing stays reserved."""
+    with scheduler_pair() as pair:
+        assert finish_of(*pair.submit(random_prompt(5), max_new_tokens=1)) == ["length"] * 2
+        engine = pair.engines[0]
+        works, unlucky = engine.publish, [True]
+
+        def publish(key: int, arrays: Sequence[jax.Array], deadline_seconds: float) -> None:
+            if unlucky:
+                unlucky.clear()
+                raise error
+            works(key, arrays, deadline_seconds)
+
+        engine.publish = publish  # type: ignore[method-assign]
+        ends = [finish_of(*pair.submit(random_prompt(5, seed))) for seed in range(3)]
+        for end in ends[0]:
+            assert end.startswith(f"{status} ") and f"cannot publish pages: {error}" in end
+        assert ends[1:] == [["length", "length"]] * 2
         pair.wait_at_rest()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import jax
 import msgspec
 import pytest
 
@@ -286,16 +287,56 @@ def test_other_page_shapes_are_refused_by_the_receiver(both: Pair) -> None:
     assert "uint16[1, 4, 6, 8]" in fails(sender)
 
 
-def test_publishing_may_fail(both: Pair) -> None:
-    sender, receiver = both.ready(1)
+@pytest.mark.parametrize("place", ["gather", "publish"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (TransferError("out of slots"), 503),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 503),
+        (ValueError("an array is not in the default layout"), 500),
+    ],
+)
+def test_pages_that_cannot_be_published_fail_their_room_only(
+    both: Pair, place: str, error: Exception, status: int
+) -> None:
+    sender, receiver = both.ready(2)
+    other, other_receiver = both.ready(1)
+    assert sender.send([0], last=False)
+    wait_until(receiver.commit)
+    owner = both.prefill.pool if place == "gather" else both.prefill.engine
+    works = getattr(owner, place)
 
     def refuse(*unused: object) -> None:
-        raise TransferError("out of memory")
+        raise error
 
-    both.prefill.engine.publish = refuse  # type: ignore[method-assign, assignment]
-    assert not sender.send([0], last=True, metadata=metadata())
-    assert "out of memory" in fails(sender)
-    assert "out of memory" in fails(receiver)
+    setattr(owner, place, refuse)
+    assert not sender.send([1], last=True, metadata=metadata())
+    setattr(owner, place, works)
+    assert f"cannot publish pages: {error}" in fails(sender)
+    assert f"cannot publish pages: {error}" in fails(receiver)
+    assert sender.failure is not None and sender.failure.status == status
+    assert receiver.failure is not None and receiver.failure.status == status
+    wait_until(lambda: both.prefill.manager.counters()["published_bytes"] == 0)
+    assert other.send([2], last=True, metadata=metadata())
+    commit_all(other_receiver)
+    reaches(other, KVPoll.Success)
+
+
+def test_an_unexpected_error_of_a_gather_keeps_no_room(both: Pair) -> None:
+    """It is the caller's to see; what was reserved for the pages is free again."""
+    sender, receiver = both.ready(1)
+    works = both.prefill.pool.gather
+
+    def broken(*unused: object) -> None:
+        raise KeyError("a bug")
+
+    both.prefill.pool.gather = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyError, match="a bug"):
+        sender.send([0], last=True, metadata=metadata())
+    assert both.prefill.manager.counters()["published_bytes"] == 0
+    both.prefill.pool.gather = works  # type: ignore[method-assign]
+    assert sender.send([0], last=True, metadata=metadata())
+    commit_all(receiver)
 
 
 def test_stop_tells_the_peer(both: Pair) -> None:
