@@ -72,6 +72,7 @@ class ControlLoop:
         self.awake_seconds = 0.0
         self._failure: BaseException | None = None
         self._queue: collections.deque[Action] = collections.deque()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -182,18 +183,20 @@ class ControlLoop:
             except BaseException as error:
                 future.set_exception(error)
 
-        if threading.current_thread() is self._thread:
-            run()
-        elif not self.post(run):
-            raise ControlLoopError(f"control loop {self.name} has ended: {self._failure}")
+        # Before it is posted: whatever the loop leaves undone at its end, it finds here.
+        self._calls.add(future)
         try:
+            if threading.current_thread() is self._thread:
+                run()
+            elif not self.post(run):
+                raise ControlLoopError(f"control loop {self.name} has ended: {self._failure}")
             return future.result(timeout_seconds)
         except concurrent.futures.TimeoutError as error:
-            if self._ended:
-                raise ControlLoopError(f"control loop {self.name} has ended") from error
             raise TimeoutError(
                 f"control loop {self.name} did not answer in {timeout_seconds} s"
             ) from error
+        finally:
+            self._calls.discard(future)
 
     def on_failure(self, action: Action) -> None:
         """Has `action` run, on the loop thread, if the loop dies by an exception."""
@@ -233,6 +236,8 @@ class ControlLoop:
     def _run(self) -> None:
         self._failure = run_guarded(self._loop, f"control loop {self.name}")
         self._ended = True
+        for call in [each for each in self._calls.copy() if not each.done()]:
+            call.set_exception(ControlLoopError(f"control loop {self.name} has ended"))
         if self._failure is not None:
             for action in self._on_failure:
                 action()

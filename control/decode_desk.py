@@ -43,6 +43,7 @@ class DecodeDesk:
             manager.loop, manager.tally, manager.channel_options, manager.resolver
         )
         self._peers: dict[str, PrefillPeer] = {}  # By instance id.
+        self._found_at: dict[str, tuple[str, int]] = {}  # Likewise: the bootstrap server, lately.
 
     @property
     def num_peers(self) -> int:
@@ -76,16 +77,28 @@ class DecodeDesk:
         )
 
     def find(self, receiver: Receiver, host: str, port: int) -> None:
-        """Starts to look for the prefill server that holds the receiver's room."""
+        """Starts to look for the prefill server that holds the receiver's room.
+
+        Also for a receiver that has failed already: then only to tell that server.
+        """
+        bootstrap = (host, port)
         self._discovery.find(
             host,
             port,
             receiver.room,
-            lambda instance: self._found(receiver, instance),
-            lambda reason: self._manager.fail(receiver, TransferFailure(reason, 503), tell=False),
+            lambda instance: self._found(receiver, instance, bootstrap),
+            lambda reason: self._missing(receiver, reason, bootstrap),
         )
 
-    def _found(self, receiver: Receiver, instance: Instance) -> None:
+    def _missing(self, receiver: Receiver, reason: str, bootstrap: tuple[str, int]) -> None:
+        self._manager.fail(receiver, TransferFailure(reason, 503), tell=False)
+        # Nobody says who holds the room. It may be one of those that were found there before.
+        for peer in list(self._peers.values()):
+            if peer.ready and self._found_at.get(peer.instance.instance_id) == bootstrap:
+                self._tell_failed(receiver, peer)
+
+    def _found(self, receiver: Receiver, instance: Instance, bootstrap: tuple[str, int]) -> None:
+        self._found_at[instance.instance_id] = bootstrap
         peer = self._peers.get(instance.instance_id)
         if peer is None:
             context = PeerContext(
@@ -126,9 +139,13 @@ class DecodeDesk:
 
     def send_abort(self, receiver: Receiver) -> None:
         """Tells the prefill server, if it is known yet, that the receiver has failed."""
+        if receiver.peer is not None:
+            self._tell_failed(receiver, receiver.peer)
+
+    def _tell_failed(self, receiver: Receiver, peer: PrefillPeer) -> None:
         failure = receiver.failure
-        if receiver.peer is not None and failure is not None:
-            receiver.peer.send(
+        if failure is not None:
+            peer.send(
                 KVAbort(
                     room=receiver.room,
                     transfer_id=receiver.transfer_id,
@@ -165,6 +182,7 @@ class DecodeDesk:
     def _on_peer_down(self, peer: PrefillPeer, failure: TransferFailure) -> None:
         if self._peers.get(peer.instance.instance_id) is peer:
             del self._peers[peer.instance.instance_id]
+            self._found_at.pop(peer.instance.instance_id, None)
         self._manager.engine.disconnect(peer.instance.engine.address)
         with self._manager.lock:
             bound = [each for each in self._manager.receivers.values() if each.peer is peer]

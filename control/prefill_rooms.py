@@ -178,12 +178,11 @@ class PrefillRooms(ZmqManager):
         """
         self.check_open(room)
         sender = Sender(self, room)
-        failure = self.refusal(len(self.senders))
         with self.lock:
             if room in self.senders:
                 raise ValueError(f"room {room} is in use by another request; rooms are for one use")
             given_up = self.late_prefill.take(room)
-            failure = given_up or failure
+            failure = given_up or self.refusal_locked(len(self.senders))
             leg = self.early.pop(room, None)
             if failure is not None:
                 sender.fail_locked(failure)

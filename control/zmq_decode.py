@@ -53,19 +53,21 @@ class DecodeManager(DecodeRooms):
         if not 0 < port <= 65535:
             raise ValueError(f"bootstrap port must be between 1 and 65535, got {port}")
         receiver = Receiver(self, room, self.ids.next_id())
-        failure = self.refusal(len(self.receivers))
         with self.lock:
             if room in self.rooms:
                 raise ValueError(f"room {room} is in use by another request; rooms are for one use")
+            failure = self.refusal_locked(len(self.receivers))
             if failure is None:
                 self.rooms.add(room)
                 self.receivers[receiver.transfer_id] = receiver
             else:
                 receiver.fail_locked(failure)
+            if not self._stopped:
+                # Also what was refused: the prefill server is told, or it would wait. Posted under
+                # the lock, so that nothing is looked for after `stop`.
+                self.loop.post(lambda: self._desk.find(receiver, host, port))
         if failure is not None:
             self.tally.add("transfers_failed")
-            return receiver
-        self.loop.post(lambda: self._desk.find(receiver, host, port))
         return receiver
 
     def post_request(self, receiver: Receiver) -> None:

@@ -17,7 +17,7 @@ from kvferry.control.connection import (
     KVSender,
     TransferFailure,
 )
-from kvferry.control.control_loop import ControlLoop
+from kvferry.control.control_loop import ControlLoop, ControlLoopError
 from kvferry.control.engines.base import TransferEngine, shard_plan
 from kvferry.control.engines.canary import self_test
 from kvferry.control.ids import IdSource, new_generation, new_instance_id
@@ -190,17 +190,26 @@ class ZmqManager(KVManager):
         logging.info("%s manager %s started", self.role, self._instance.instance_id)
 
     def stop(self) -> None:
-        """Fails what is open, tells the peers, and ends the threads. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self.fail_all(TransferFailure("the server is shutting down", 503))
-        if self.loop.alive:
-            self.loop.call(self._close)
-        if self._own_loop:
-            self.loop.stop()
-        self._stop_threads()
-        self.engine.close()
+        """Fails what is open, tells the peers, and ends the threads. Idempotent.
+
+        Raises:
+            TimeoutError: If the control thread does not answer; all the rest has ended.
+        """
+        with self.lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        # Each of these, whatever another one raises.
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.engine.close)
+            ends.callback(self._stop_threads)
+            if self._own_loop:
+                ends.callback(self.loop.stop)
+            self.fail_all(TransferFailure("the server is shutting down", 503))
+            if self.loop.alive:
+                # A thread that dies meanwhile has closed its sockets itself.
+                ends.enter_context(contextlib.suppress(ControlLoopError))
+                self.loop.call(self._close)
 
     def open_sender(self, room: int) -> KVSender:
         """Opens the prefill leg of a room; see `KVManager.open_sender`."""
@@ -241,8 +250,12 @@ class ZmqManager(KVManager):
         if not 0 <= room < MAX_ROOM:
             raise ValueError(f"room must be between 0 and 2**63 - 1, got {room}")
 
-    def refusal(self, num_rooms: int) -> TransferFailure | None:
-        """Returns why no leg can be opened now, or None."""
+    def refusal_locked(self, num_rooms: int) -> TransferFailure | None:
+        """Returns why no leg can be opened now, or None.
+
+        The caller holds the lock from here until the leg is in its table: `stop`, and the death of
+        the control thread, end what they find there, and nobody would end what comes after that.
+        """
         if self._stopped:
             return TransferFailure("the server is shutting down", 503)
         if self.failure is not None:

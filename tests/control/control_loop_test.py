@@ -14,6 +14,10 @@ def _wait(event: threading.Event) -> None:
     event.wait(5.0)
 
 
+def _raise() -> None:
+    raise KeyError("a bug")
+
+
 @pytest.fixture(name="loop")
 def _loop() -> Iterator[ControlLoop]:
     loop = ControlLoop("test-loop")
@@ -128,6 +132,19 @@ def test_a_busy_loop_is_reported() -> None:
         loop.stop(timeout_seconds=0.05)
     release.set()
     loop.stop()
+
+
+def test_a_call_ends_when_the_loop_dies_before_it() -> None:
+    loop = ControlLoop("dying")
+    loop.start()
+    release = threading.Event()
+    loop.post(lambda: _wait(release))
+    loop.post(_raise)
+    threading.Timer(0.1, release.set).start()
+    started = time.monotonic()
+    with pytest.raises(ControlLoopError, match="dying has ended"):
+        loop.call(lambda: None)
+    assert time.monotonic() - started < 5.0
 
 
 def test_the_awake_clock_stands_still_while_the_process_does() -> None:

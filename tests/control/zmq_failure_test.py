@@ -339,36 +339,6 @@ def test_an_unexpected_error_of_a_gather_keeps_no_room(both: Pair) -> None:
     commit_all(receiver)
 
 
-def test_stop_tells_the_peer(both: Pair) -> None:
-    sender, receiver = both.ready()
-    both.prefill.manager.stop()
-    assert sender.poll() is KVPoll.Failed
-    assert "shutting down" in fails(receiver, AT_ONCE)
-    late = both.prefill.manager.open_sender(99)
-    assert late.failure is not None and late.failure.status == 503
-
-
-def test_stop_of_decode_tells_the_peer(both: Pair) -> None:
-    sender, _ = both.ready()
-    both.decode.manager.stop()
-    assert "shutting down" in fails(sender, AT_ONCE)
-
-
-def test_a_dead_control_thread_is_seen_and_ends_every_room(both: Pair) -> None:
-    sender, receiver = both.ready()
-
-    def broken() -> None:
-        raise KeyError("a bug")
-
-    both.decode.manager.loop.post(broken)  # type: ignore[attr-defined]
-    assert "control thread died: KeyError('a bug')" in fails(receiver, 1.0)
-    assert "a bug" in str(both.decode.manager.failure)
-    assert "silent" in fails(sender, 3.0) or "connection" in fails(sender)
-    late = both.receiver(77)
-    assert late.failure is not None and "a bug" in late.failure.reason
-    assert both.prefill.manager.failure is None
-
-
 def test_rooms_are_limited() -> None:
     with pair(prefill=dataclasses.replace(QUICK, max_rooms=1)) as both:
         sender, receiver = both.ready(1)
