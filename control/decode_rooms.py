@@ -189,7 +189,9 @@ class DecodeRooms(ZmqManager):
         """Records scattered chunks once a worker thread has seen that they are what was sent."""
 
         def job() -> None:
-            wrong = sorted({int(layer) for check in checks for layer in np.flatnonzero(~check)})
+            # Copied first: this thread must not run JAX programs, and `~` of an array is one.
+            found = [np.asarray(check) for check in checks]
+            wrong = sorted({int(layer) for check in found for layer in np.flatnonzero(~check)})
             if wrong:
                 self.tally.add("corrupt_chunks")
                 reason = (

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,30 @@ def test_several_chunks_and_one_without_pages(both: Pair) -> None:
     assert sender.send([], last=True, metadata=metadata())
     commit_all(receiver)
     wait_until(lambda: sender.poll() is KVPoll.Success)
+
+
+class _OnlyReadable:
+    """A result that can be copied to the host; computing with it is an error."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._array, dtype)
+
+
+class _Checked(VerifiedPages):
+    """Looks at who computes with the result of a check: on a worker thread nobody may."""
+
+    def check(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> Any:
+        return _OnlyReadable(super().check(arrays, page_ids))
+
+
+def test_workers_only_read_the_result_of_a_check() -> None:
+    """All JAX programs belong to the step thread; another's may meet a compiler, or a deadlock."""
+    with pair(wrap=_Checked) as made:
+        made.transfer()
+        wait_until(made.at_baseline)
 
 
 def test_one_side_alone_is_refused_by_name() -> None:
