@@ -38,6 +38,7 @@ from kvferry.control.tally import Tally
 
 _MAX_PARKED = 65536
 _PARK_SECONDS = 30.0
+_LEAST_WAIT_SECONDS = 0.005
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
         self._grace_until = 0.0
         self._timer: Timer | None = None
         self._channel = ServerChannel(
-            self._loop, self._tally, self._options, self._on_message, lambda peer: None
+            self._loop, self._tally, self._options, self._on_message, lambda peer, why: None
         )
 
     @property
@@ -139,7 +140,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
         timeout = self._options.peer_timeout_seconds
         # Whoever was registered with a predecessor comes back within one heartbeat.
         self._grace_until = self._loop.clock() + timeout
-        self._timer = self._loop.every(timeout / 6, self._expire)
+        self._expire()
         return port
 
     def _close(self) -> None:
@@ -155,7 +156,9 @@ class ZmqBootstrapServer(KVBootstrapServer):
                 known = self._registry.heartbeat(instance_id, generation)
                 self._channel.send(peer, HeartbeatAck(server_id=self._server_id, known=known))
             case Withdraw(instance_id=instance_id, generation=generation):
-                if not self._registry.withdraw(instance_id, generation):
+                if self._registry.withdraw(instance_id, generation):
+                    self._answer_all()
+                else:
                     self._tally.add("ignored_unknown_instance")
             case Announce(instance_id=instance_id, rooms=rooms):
                 if self._registry.announce(instance_id, rooms):
@@ -246,3 +249,11 @@ class ZmqBootstrapServer(KVBootstrapServer):
         now = self._loop.clock()
         while self._queue and (oldest := next(iter(self._queue))).until <= now:
             self._give_up(oldest, f"no prefill server has announced room {oldest.room}")
+        # Whatever begins before the next look ends after it.
+        waits = [self._options.peer_timeout_seconds, _PARK_SECONDS]
+        waits.append(self._registry.next_expiry_seconds)
+        if not self.settled:
+            waits.append(self._grace_until - now)
+        if self._queue:
+            waits.append(next(iter(self._queue)).until - now)
+        self._timer = self._loop.call_later(max(_LEAST_WAIT_SECONDS, min(waits)), self._expire)

@@ -135,8 +135,11 @@ _PULL_TIMEOUT_SECONDS = flags.DEFINE_float(
 _PEER_TIMEOUT_SECONDS = flags.DEFINE_float(
     "peer_timeout_seconds",
     3.0,
-    "A peer that is silent for this long counts as dead.",
+    "A peer that is silent for this long counts as dead. Servers may differ: each is sent signs of"
+    " life as often as it needs them. Also the time for which the bootstrap server in a prefill"
+    " server keeps one that is silent.",
     lower_bound=0.5,
+    upper_bound=3600.0,
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype",

@@ -11,7 +11,7 @@ Who sends what (D: decode server, P: prefill server, B: bootstrap server):
 * D to B: Lookup. B to D: LookupReply.
 * D to P: Hello, CanaryDone, KVOpen, KVRequest, KVChunkDone, KVAbort, Touched.
 * P to D: Welcome, HelloWanted, KVAccept, KVChunk, KVFailed, Touched.
-* Anyone: Ping, Pong, Refused.
+* Whoever has connected: Ping. Whoever listens: Pong. Both: Refused.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -20,6 +20,9 @@ import msgspec
 
 from kvferry.control.ids import ID_BITS
 from kvferry.control.kv_layout import KVLayout
+
+# The longest time that one process may tell another.
+MAX_SECONDS = 3600
 
 Room = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << ID_BITS)]
@@ -31,6 +34,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Rooms = Annotated[list[Room], msgspec.Meta(max_length=65536)]
 Ids = Annotated[list[Id], msgspec.Meta(max_length=65536)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
 
 REASON_LIMIT = 4096
@@ -111,7 +115,9 @@ class Ping(_Message, frozen=True):
 
 
 class Pong(_Message, frozen=True):
-    """Answers `Ping`."""
+    """Answers `Ping`; the sender gives up who is silent for longer than `timeout_seconds`."""
+
+    timeout_seconds: Seconds
 
 
 class Refused(_Message, frozen=True):
@@ -131,7 +137,7 @@ class Registered(_Message, frozen=True):
     """B holds the registration for `lease_seconds` after each heartbeat."""
 
     server_id: Name
-    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    lease_seconds: Seconds
 
 
 class Heartbeat(_Message, frozen=True):

@@ -43,7 +43,7 @@ class PrefillDesk:
     def __init__(self, manager: PrefillRooms) -> None:
         self._manager = manager
         self._channel = ServerChannel(
-            manager.loop, manager.tally, manager.channel_options, self._take, self._on_silent
+            manager.loop, manager.tally, manager.channel_options, self._take, self._on_lost
         )
         self._peers: dict[bytes, Instance] = {}
         self._connection_of: dict[str, bytes] = {}
@@ -215,10 +215,9 @@ class PrefillDesk:
             found = (sender.leg.peer, sender.leg.transfer_id)
             return sender if found == (peer, transfer_id) else None
 
-    def _on_silent(self, peer: bytes) -> None:
+    def _on_lost(self, peer: bytes, why: str) -> None:
         if peer in self._peers:
-            seconds = self._manager.options.peer_timeout_seconds
-            self._drop(peer, f"the decode server has been silent for {seconds:g} s")
+            self._drop(peer, f"the decode server {why}")
             # If it was only stopped, this is the first that it reads when it goes on.
             self._channel.send(peer, HelloWanted())
 

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 
 from kvferry.control.messages import Instance
@@ -30,7 +31,8 @@ class InstanceRegistry:
     def __init__(self, lease_seconds: float, clock: Callable[[], float]) -> None:
         self.lease_seconds = lease_seconds
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
+        # In the order in which their leases end, as all leases are of the same length.
+        self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
         self._by_address: dict[tuple[str, int], str] = {}
         self._room_holder: dict[int, str] = {}
 
@@ -43,6 +45,13 @@ class InstanceRegistry:
     def num_rooms(self) -> int:
         """Announced rooms."""
         return len(self._room_holder)
+
+    @property
+    def next_expiry_seconds(self) -> float:
+        """Time until the next lease is over, if it is not renewed; infinite without instances."""
+        if not self._entries:
+            return math.inf
+        return next(iter(self._entries.values())).lease_until - self._clock()
 
     def register(self, instance: Instance) -> str | None:
         """Adds an instance, or renews it. It replaces an older one at the same address at once.
@@ -68,6 +77,7 @@ class InstanceRegistry:
         if entry is not None:
             self._by_address.pop(_address(entry.instance), None)
         self._entries[instance.instance_id] = _Entry(instance, self._lease(), rooms)
+        self._entries.move_to_end(instance.instance_id)
         self._by_address[address] = instance.instance_id
         return None
 
@@ -81,6 +91,7 @@ class InstanceRegistry:
         if entry is None:
             return False
         entry.lease_until = self._lease()
+        self._entries.move_to_end(instance_id)
         return True
 
     def withdraw(self, instance_id: str, generation: int) -> bool:
@@ -143,10 +154,10 @@ class InstanceRegistry:
 
     def expire(self) -> list[Instance]:
         """Drops the instances whose lease is over, and returns them."""
-        now = self._clock()
-        over = [entry.instance for entry in self._entries.values() if entry.lease_until < now]
-        for instance in over:
-            self._drop(instance.instance_id)
+        over: list[Instance] = []
+        while self._entries and self.next_expiry_seconds <= 0:
+            over.append(next(iter(self._entries.values())).instance)
+            self._drop(over[-1].instance_id)
         return over
 
     def _lease(self) -> float:

@@ -2,9 +2,10 @@
 """Typed messages over ZMQ: a ROUTER that listens, and DEALERs that connect to it.
 
 Application code sees messages and peers, never sockets or frames. Bytes that are not a message are
-counted and ignored. Both ends watch each other: the connecting end pings, and either end that hears
-nothing for the peer timeout gives the other up. The connecting end also sees a closed or refused
-connection at once, through the socket's monitor.
+counted and ignored. Both ends watch each other: the connecting end pings, often enough for the less
+patient of the two, and either end that hears nothing for its peer timeout gives the other up and
+says so, which tells a peer that is only half cut off. The connecting end also sees a closed or
+refused connection at once, through the socket's monitor.
 
 With keys (`CurveKeys`) both ends must have the same ones. A handshake that fails is logged by the
 listening end and told to the users of the connecting end.
@@ -21,7 +22,7 @@ import zmq
 from absl import logging
 
 from kvferry.control.control_loop import ControlLoop, Timer
-from kvferry.control.messages import Message, Ping, Pong, Refused
+from kvferry.control.messages import MAX_SECONDS, Message, Ping, Pong, Refused
 from kvferry.control.security import (
     CurveKeys,
     check_bind,
@@ -29,6 +30,7 @@ from kvferry.control.security import (
     endpoint,
     host_port,
 )
+from kvferry.control.silence import SilenceWatch
 from kvferry.control.sockets import (
     DOWN_EVENTS,
     HANDSHAKE_FAILURES,
@@ -43,7 +45,11 @@ from kvferry.control.wire import MessageError, decode, encode
 
 _MAX_CONNECTIONS = 4096
 _MESSAGES_PER_WAKE = 256
-_PINGS_PER_TIMEOUT = 3
+# Two that are lost, or late on a busy machine, do not end a connection.
+_PINGS_PER_TIMEOUT = 4
+# However impatient a peer says it is, it gets no more pings than for this.
+_LEAST_TIMEOUT_SECONDS = 0.1
+_GOODBYE_SECONDS = 0.2
 # A peer with the wrong keys tries again and again: once in this time is told.
 _QUIET_SECONDS = 10.0
 
@@ -53,7 +59,8 @@ class ChannelOptions:
     """How channels behave.
 
     Attributes:
-        peer_timeout_seconds: Silence after which a peer counts as dead. Positive.
+        peer_timeout_seconds: Silence after which a peer counts as dead. Positive, at most an hour.
+            The two ends of a channel may differ.
         connect_timeout_seconds: Time in which a connection must be up. Positive.
         keys: CURVE keys, or None for plain sockets (loopback only).
     """
@@ -66,21 +73,20 @@ class ChannelOptions:
         """Checks the values.
 
         Raises:
-            ValueError: If a time is not positive, naming it and its value.
+            ValueError: If a time is out of range, naming it and its value.
         """
         for name in ("peer_timeout_seconds", "connect_timeout_seconds"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"ChannelOptions.{name} must be positive, got {value}")
+            if not 0 < value <= MAX_SECONDS:
+                raise ValueError(f"ChannelOptions.{name}={value} is not in (0, {MAX_SECONDS}]")
 
 
 def _decode_counted(frame: bytes, tally: Tally) -> Message | MessageError:
     try:
-        message = decode(frame)
+        return decode(frame)
     except MessageError as error:
         tally.add(f"ignored_{error.kind}")
         return error
-    return message
 
 
 def _send(
@@ -106,8 +112,9 @@ class ServerChannel:
         loop: The control loop.
         tally: Gets the totals of ignored messages.
         options: See `ChannelOptions`.
-        on_message: Called with (peer, message) for each message but pings.
-        on_silent: Called with (peer) once a peer has been silent for the peer timeout.
+        on_message: Called with (peer, message) for each message but Ping and Refused.
+        on_lost: Called with (peer, why) once a peer has been silent for the peer timeout, or has
+            given this end up; `why` goes on after "the peer".
     """
 
     def __init__(
@@ -116,23 +123,25 @@ class ServerChannel:
         tally: Tally,
         options: ChannelOptions,
         on_message: Callable[[bytes, Message], None],
-        on_silent: Callable[[bytes], None],
+        on_lost: Callable[[bytes, str], None],
     ) -> None:
         self._loop = loop
         self._tally = tally
         self._options = options
         self._on_message = on_message
-        self._on_silent = on_silent
+        self._on_lost = on_lost
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: Any = None
-        self._timer: Timer | None = None
-        self._heard: dict[bytes, float] = {}
+        silence = f"has been silent for {options.peer_timeout_seconds:g} s"
+        self._peers: SilenceWatch[bytes] = SilenceWatch(
+            loop, options.peer_timeout_seconds, lambda peer: on_lost(peer, silence)
+        )
         self._quiet_until = 0.0
 
     @property
     def num_peers(self) -> int:
         """Peers heard within the peer timeout."""
-        return len(self._heard)
+        return len(self._peers)
 
     def open(self, host: str, port: int) -> int:
         """Binds the socket. Loop thread only.
@@ -155,8 +164,6 @@ class ServerChannel:
         self._loop.watch(made, self._receive)
         self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES))
         self._loop.watch(self._monitor, self._see_failures)
-        period = self._options.peer_timeout_seconds / (2 * _PINGS_PER_TIMEOUT)
-        self._timer = self._loop.every(period, self._check_silence)
         return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
@@ -170,16 +177,14 @@ class ServerChannel:
 
     def forget(self, peer: bytes) -> None:
         """Stops watching a peer. Loop thread only."""
-        self._heard.pop(peer, None)
+        self._peers.forget(peer)
 
-    def close(self, linger_seconds: float = 0.2) -> None:
+    def close(self, linger_seconds: float = _GOODBYE_SECONDS) -> None:
         """Closes the socket after sending what is queued, for a bounded time. Loop thread only."""
-        if self._timer is not None:
-            self._timer.cancel()
         if self._socket is not None:
             close_socket(self._loop, self._socket, self._monitor, linger_seconds)
             self._socket = None
-        self._heard.clear()
+        self._peers.close()
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_WAKE):
@@ -201,14 +206,18 @@ class ServerChannel:
             if message.kind == "version":
                 self.send(peer, Refused(reason=str(message), status=503))
             return
-        if peer not in self._heard and len(self._heard) >= _MAX_CONNECTIONS:
+        if peer not in self._peers and len(self._peers) >= _MAX_CONNECTIONS:
             self._tally.add("ignored_too_many_peers")
             return
-        self._heard[peer] = self._loop.awake_seconds
-        if isinstance(message, Ping):
-            self.send(peer, Pong())
-        elif not isinstance(message, Pong):
-            self._on_message(peer, message)
+        self._peers.heard(peer)
+        match message:
+            case Ping():
+                self.send(peer, Pong(timeout_seconds=self._options.peer_timeout_seconds))
+            case Refused(reason=reason):
+                self._peers.forget(peer)
+                self._on_lost(peer, f"has given the connection up: {reason}")
+            case _:
+                self._on_message(peer, message)
 
     def _see_failures(self) -> None:
         while self._socket is not None and (event := next_event(self._monitor)) is not None:
@@ -222,12 +231,6 @@ class ServerChannel:
                 hint = key_hint(self._options.keys)
                 logging.warning("refused a peer that does not greet %s as we do; %s", where, hint)
 
-    def _check_silence(self) -> None:
-        limit = self._loop.awake_seconds - self._options.peer_timeout_seconds
-        for peer in [peer for peer, heard in self._heard.items() if heard < limit]:
-            del self._heard[peer]
-            self._on_silent(peer)
-
 
 class ClientChannel:
     """A DEALER socket with one connection, from connecting to down.
@@ -237,7 +240,7 @@ class ClientChannel:
         tally: Gets the totals of ignored messages.
         options: See `ChannelOptions`.
         on_up: Called once when the connection stands.
-        on_message: Called with each message but pings.
+        on_message: Called with each message but Pong.
         on_down: Called once with the reason when the connection is gone; never after `close`.
     """
 
@@ -258,8 +261,11 @@ class ClientChannel:
         self._on_down = on_down
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: Any = None
-        self._timers: list[Timer] = []
-        self._heard = 0.0
+        self._timers: dict[str, Timer] = {}
+        self._period_seconds = options.peer_timeout_seconds / _PINGS_PER_TIMEOUT
+        self._peer: SilenceWatch[str] = SilenceWatch(
+            loop, options.peer_timeout_seconds, lambda _: self._give_up()
+        )
         self._opened = False
         self.target = ""
         self.up = False
@@ -280,7 +286,7 @@ class ClientChannel:
             # ZMQError: an address that nobody can have, or no more sockets. Told a little later:
             # the caller need not expect to be called back from here.
             reason = f"cannot connect: {error}"
-            self._timers.append(self._loop.call_later(0.0, lambda: self._go_down(reason)))
+            self._set_timer("down", 0.0, lambda: self._go_down(reason))
 
     def _connect(self, host: str, port: int) -> None:
         made = new_socket(self._loop, zmq.DEALER, host)
@@ -290,8 +296,7 @@ class ClientChannel:
         self._monitor = made.get_monitor_socket()
         self._loop.watch(self._monitor, self._see_events)
         self._loop.watch(made, self._receive)
-        timeout = self._options.connect_timeout_seconds
-        self._timers.append(self._loop.call_later(timeout, self._check_connected))
+        self._set_timer("connect", self._options.connect_timeout_seconds, self._check_connected)
         made.connect(endpoint(host, port))
 
     def send(self, message: Message) -> bool:
@@ -305,19 +310,20 @@ class ClientChannel:
             return False
         return _send(self._socket, [], message, self._tally)
 
-    def close(self, linger_seconds: float = 0.2) -> None:
+    def close(self, linger_seconds: float = _GOODBYE_SECONDS) -> None:
         """Closes the connection after sending what is queued. Loop thread only; idempotent."""
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._peer.close()
         self._opened = self.up = False
         if self._socket is not None:
             close_socket(self._loop, self._socket, self._monitor, linger_seconds)
             self._socket = None
 
-    def _go_down(self, reason: str) -> None:
+    def _go_down(self, reason: str, linger_seconds: float = 0.0) -> None:
         if self._opened:
-            self.close(linger_seconds=0.0)
+            self.close(linger_seconds)
             self._on_down(f"{reason} ({self.target})")
 
     def _check_connected(self) -> None:
@@ -328,9 +334,8 @@ class ClientChannel:
         while self._socket is not None and (event := next_event(self._monitor)) is not None:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.up = True
-                self._heard = self._loop.awake_seconds
-                period = self._options.peer_timeout_seconds / _PINGS_PER_TIMEOUT
-                self._timers.append(self._loop.every(period, self._beat))
+                self._peer.heard(self.target)
+                self._ping()  # At once: the answer says how often the peer wants them.
                 self._on_up()
             elif event in DOWN_EVENTS:
                 self._receive()  # What the peer said before it closed comes first.
@@ -355,15 +360,31 @@ class ClientChannel:
                 if message.kind == "version":
                     self._go_down(str(message))
                 continue
-            self._heard = self._loop.awake_seconds
-            if isinstance(message, Ping):
-                self.send(Pong())
-            elif not isinstance(message, Pong):
-                self._on_message(message)
+            self._peer.heard(self.target)
+            match message:
+                case Pong(timeout_seconds=timeout_seconds):
+                    self._suit(timeout_seconds)
+                case _:
+                    self._on_message(message)
 
-    def _beat(self) -> None:
-        silent = self._loop.awake_seconds - self._heard
-        if silent > self._options.peer_timeout_seconds:
-            self._go_down(f"the peer has been silent for {silent:.1f} s")
-        else:
-            self.send(Ping())
+    def _suit(self, timeout_seconds: float) -> None:
+        """Pings often enough for a peer that is less patient than this end."""
+        period_seconds = max(timeout_seconds, _LEAST_TIMEOUT_SECONDS) / _PINGS_PER_TIMEOUT
+        if period_seconds < self._period_seconds:
+            self._period_seconds = period_seconds
+            self._ping()
+
+    def _ping(self) -> None:
+        self.send(Ping())
+        self._set_timer("ping", self._period_seconds, self._ping)
+
+    def _give_up(self) -> None:
+        seconds = self._options.peer_timeout_seconds
+        # This may arrive, although the answers are lost.
+        self.send(Refused(reason=f"it has heard nothing for {seconds:g} s"))
+        self._go_down(f"the peer has been silent for {seconds:g} s", _GOODBYE_SECONDS)
+
+    def _set_timer(self, name: str, delay_seconds: float, action: Callable[[], None]) -> None:
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = self._loop.call_later(delay_seconds, action)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvferry.control.kv_poll import KVPoll
 from kvferry.tests.control.fault_cases import (
     DELAY_SECONDS,
+    LATE_TIMEOUTS,
     PROXIED_DATA,
     Case,
     Phase,
@@ -195,7 +196,7 @@ class Arena:
     ) -> None:
         """Waits for the end of the legs that live, which is what noticing means."""
         request, bystander = requests
-        late = since + 1.5 * self.peer_timeout
+        late = since + LATE_TIMEOUTS * self.peer_timeout
         deadline = time.monotonic() + notice_bound(case, self.peer_timeout) + 5.0
         while True:
             bystander.step()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
 import time
 
 import hypothesis
@@ -59,14 +60,19 @@ def test_of_several_the_one_that_announced_is_found() -> None:
 def test_a_lease_ends_without_heartbeats() -> None:
     clock = Clock()
     registry = InstanceRegistry(3.0, clock)
-    registry.register(instance("a", 1))
+    assert registry.next_expiry_seconds == math.inf
     registry.register(instance("b", 2))
+    registry.register(instance("a", 1))
     registry.announce("a", [1])
     clock.now = 2.0
+    assert registry.next_expiry_seconds == 1.0
     assert registry.heartbeat("b", 1)
     assert not registry.heartbeat("b", 9)  # Another generation.
-    clock.now = 4.0
+    clock.now = 2.9
+    assert registry.expire() == []
+    clock.now = 3.0
     assert [each.instance_id for each in registry.expire()] == ["a"]
+    assert registry.next_expiry_seconds == 2.0
     assert not registry.heartbeat("a", 1)
     assert registry.num_rooms == 0
     assert registry.find(1) == instance("b", 2)  # Now the only one.

@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
     "reason": "because",
     "status": 503,
     "lease_seconds": 3.0,
+    "timeout_seconds": 3600.0,
     "known": True,
     "last": True,
     "rooms": [0, (1 << 63) - 1],

@@ -231,6 +231,23 @@ def test_misuse_of_a_receiver(both: Pair) -> None:
     assert not sender.send([0], last=True, metadata=metadata())  # Failed: said by poll().
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(0.4, 10.0), (10.0, 0.4)])
+def test_managers_may_differ_in_patience(prefill: float, decode: float) -> None:
+    """With nothing to say for several of the shorter timeouts."""
+    patient = dataclasses.replace(QUICK, progress_timeout_seconds=30.0)
+    options = [
+        dataclasses.replace(patient, peer_timeout_seconds=each) for each in (prefill, decode)
+    ]
+    with pair(prefill=options[0], decode=options[1]) as both:
+        both.transfer()
+        sender, receiver = both.ready(2)
+        time.sleep(5 * min(prefill, decode))
+        assert sender.send([0, 1], last=True, metadata=metadata())
+        commit_all(receiver)
+        reaches(sender, KVPoll.Success)
+        assert both.prefill.manager.counters()["peers"] == 1
+
+
 def test_idle_managers_sleep() -> None:
     with pair(prefill=ControlOptions(), decode=ControlOptions()) as both:
         both.transfer()
