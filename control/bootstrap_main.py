@@ -27,12 +27,19 @@ _HOST = flags.DEFINE_string(
     "Numeric address to listen on. Other than loopback it needs --curve_key_file.",
 )
 _CURVE_KEY_FILE = flags.DEFINE_string("curve_key_file", None, CURVE_KEY_FILE_HELP)
-# How soon a supervisor learns that the server's thread has ended.
-_WATCH_SECONDS = 1.0
-
 _PORT = flags.DEFINE_integer(
     "bootstrap_port", 8998, "Port to listen on.", lower_bound=1, upper_bound=65535
 )
+_PEER_TIMEOUT_SECONDS = flags.DEFINE_float(
+    "peer_timeout_seconds",
+    3.0,
+    "A prefill server that is silent for this long is dropped. Need not be that of the servers:"
+    " each gives signs of life as often as this one needs them.",
+    lower_bound=0.5,
+    upper_bound=3600.0,
+)
+# How soon a supervisor learns that the server's thread has ended.
+_WATCH_SECONDS = 1.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,7 +58,8 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(number, lambda *_: stopping.set())
     try:
         keys = read_keys(_CURVE_KEY_FILE.value) if _CURVE_KEY_FILE.value else None
-        server = ZmqBootstrapServer(_HOST.value, _PORT.value, options=ChannelOptions(keys=keys))
+        options = ChannelOptions(peer_timeout_seconds=_PEER_TIMEOUT_SECONDS.value, keys=keys)
+        server = ZmqBootstrapServer(_HOST.value, _PORT.value, options=options)
         server.start()
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

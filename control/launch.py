@@ -80,12 +80,7 @@ _CHUNK_BYTES = 256 << 20
 # Host slots for staged pages: their largest size, and how many of each size.
 _STAGED_PAGES = 32
 _STAGING_SLOTS = 4
-_START_ERRORS = (
-    ModelError,
-    EngineStartError,
-    ValueError,
-    OSError,
-)
+_START_ERRORS = (ModelError, EngineStartError, ValueError, OSError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +146,9 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
         stack.callback(loop.stop)
     if options.mode is Mode.PREFILL and options.bootstrap_host is None:
         assert loop is not None
+        channels = ChannelOptions(peer_timeout_seconds=options.peer_timeout_seconds, keys=keys)
         bootstrap = ZmqBootstrapServer(
-            options.host, options.bootstrap_port, options=ChannelOptions(keys=keys), loop=loop
+            options.host, options.bootstrap_port, options=channels, loop=loop
         )
         bootstrap.start()
         stack.callback(bootstrap.stop)

@@ -5,8 +5,15 @@ import concurrent.futures
 import pathlib
 import sys
 
-from kvferry.demo.processes import answers_200
+import pytest
+import zmq
+
+from kvferry.control.messages import Register, Registered, Withdraw
+from kvferry.control.wire import decode, encode
+from kvferry.demo.ports import PortPicker
+from kvferry.demo.processes import Processes, answers_200
 from kvferry.demo.stack import Server, Stack, get_json
+from kvferry.tests.control.registry_test import instance
 from kvferry.tests.e2e.serving import TINY_FLAGS, generate, wait_at_rest, wait_for
 
 _PORT_FLAG = "--bootstrap_port"
@@ -62,3 +69,31 @@ def _ask(prefill: Server, decode: Server, meeting: dict[str, object]) -> None:
         other = threads.submit(generate, prefill.url, [5, 6, 7], 3, **meeting)
         assert len(generate(decode.url, [5, 6, 7], 3, **meeting)["output_ids"]) == 3
         other.result()
+
+
+def _lease_seconds(port: int) -> float:
+    """Registers with a bootstrap server and withdraws; returns how long it would have lasted."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 200)
+        dealer.setsockopt(zmq.RCVTIMEO, 5000)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send(encode(Register(instance=instance("guest", port=1))))
+        answer = decode(dealer.recv())
+        dealer.send(encode(Withdraw(instance_id="guest", generation=1)))
+    assert isinstance(answer, Registered), answer
+    return answer.lease_seconds
+
+
+def test_who_is_silent_for_the_peer_timeout_is_dropped(pair: Stack) -> None:
+    assert "--peer_timeout_seconds=1.5" in TINY_FLAGS
+    assert _lease_seconds(pair.prefills[0].bootstrap_port) == 1.5
+
+
+@pytest.mark.parametrize(("flags", "seconds"), [([], 3.0), (["--peer_timeout_seconds=7"], 7.0)])
+def test_its_peer_timeout_is_a_flag(flags: list[str], seconds: float) -> None:
+    port = PortPicker().pick()
+    command = [sys.executable, "-m", "kvferry.control.bootstrap_main", f"{_PORT_FLAG}={port}"]
+    with Processes() as processes:
+        log = "bootstrap server ready"
+        child = processes.start("bootstrap", [*command, *flags], lambda: log in child.log_tail())
+        assert _lease_seconds(port) == seconds
