@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to a decode server that come twice, early, late, or are about what is not theirs.
+
+Each is put into a transfer that goes on: it is counted and ignored, the transfer ends well with the
+right bytes, and nothing is left over. The prefill server is written by hand, the rest is real.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.control.connection import KVReceiver
+from kvferry.control.kv_poll import KVPoll
+from kvferry.control.messages import (
+    Heartbeat,
+    KVAbort,
+    KVAccept,
+    KVChunk,
+    KVChunkDone,
+    KVFailed,
+    KVOpen,
+    KVRequest,
+    Ping,
+    Pong,
+    Touched,
+)
+from kvferry.control.zmq_decode import DecodeManager
+from kvferry.tests.control.hand_peers import (
+    PATIENT,
+    HandPrefill,
+    Intruder,
+    engine_like,
+    ignored,
+)
+from kvferry.tests.control.pairs import (
+    Pair,
+    fails,
+    is_baseline,
+    metadata,
+    pair,
+    reaches,
+    wait_until,
+)
+
+
+@pytest.fixture(name="both", scope="module", params=["fake", "tcp"])
+def _both(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair(request.param, prefill=PATIENT, decode=PATIENT) as made:
+        yield made
+
+
+class Transfer:
+    """A transfer from a prefill server by hand, step by step."""
+
+    STEPS = ("opened", "requested", "accepted", "committed", "over")
+
+    def __init__(self, both: Pair) -> None:
+        manager = both.decode.manager
+        assert isinstance(manager, DecodeManager)
+        self.manager, self._both = manager, both
+        self.owner, self.other = (
+            HandPrefill(manager.instance, engine_like(both), both.prefill.pool) for _ in range(2)
+        )
+        self._elsewhere = self._open(self.other)
+        self.receiver: KVReceiver = self._open(self.owner)
+        self.transfer_id = self.owner.receive(KVOpen).transfer_id
+
+    def _open(self, prefill: HandPrefill) -> KVReceiver:
+        room = next(self._both.rooms)
+        receiver = self.manager.open_receiver("127.0.0.1", prefill.port, room)
+        prefill.pump_until(lambda: any(isinstance(each, KVOpen) for each in prefill.messages))
+        return receiver
+
+    def close(self) -> None:
+        self._elsewhere.abort("not needed any more")
+        for each in (self.owner, self.other):
+            each.close()
+
+    def accept(self, flipped: int = 0) -> KVAccept:
+        return KVAccept(transfer_id=self.transfer_id ^ flipped)
+
+    def first(self, flipped: int = 0) -> KVChunk:
+        """The first chunk; with bits of its transfer id flipped, that of another transfer."""
+        return self.owner.chunk(self.transfer_id ^ flipped, 0, 0, [0, 1])
+
+    def last(self) -> KVChunk:
+        return self.owner.chunk(self.transfer_id, 1, 2, [2, 3, 4], metadata())
+
+    def failed(self, flipped: int = 0) -> KVFailed:
+        return KVFailed(transfer_id=self.transfer_id ^ flipped, reason="given up", status=400)
+
+    def touched(self, flipped: int = 0) -> Touched:
+        return Touched(transfer_ids=[self.transfer_id ^ flipped])
+
+    def step(self, name: str) -> None:
+        """Goes one step on."""
+        match name:
+            case "requested":
+                self.receiver.request(self._both.reserved(5), prompt_tokens=20)
+                self.owner.receive(KVRequest)
+            case "accepted":
+                self.owner.send(self.accept())
+                reaches(self.receiver, KVPoll.WaitingForInput)
+            case "committed":
+                self.owner.send(self.first())
+                wait_until(self.receiver.commit)
+                assert self.owner.receive(KVChunkDone).sequence == 0
+            case "over":
+                self.owner.send(self.last())
+                wait_until(self.receiver.commit)
+                assert self.owner.receive(KVChunkDone).sequence == 1
+
+    def check(self) -> None:
+        """Everything has arrived."""
+        assert self.receiver.poll() is KVPoll.Success and self.receiver.metadata == metadata()
+        self._both.check([0, 1, 2, 3, 4], self._both.reserved(5))
+
+
+@pytest.fixture(name="transfer")
+def _transfer(both: Pair) -> Iterator[Transfer]:
+    made = Transfer(both)
+    yield made
+    made.close()
+    wait_until(lambda: is_baseline(made.manager), what=str(made.manager.counters()))
+    wait_until(lambda: made.manager.counters()["peers"] == 0)
+    assert made.manager.failure is None
+
+
+_OTHER_ID, _OTHER_GENERATION = 1, 1 << 52
+_UNKNOWN, _DUPLICATE, _UNEXPECTED, _STALE = (
+    "unknown_transfer",
+    "duplicate",
+    "unexpected",
+    "stale_generation",
+)
+_TWICE = [
+    Intruder("accept", "accepted", lambda t: t.accept(), _DUPLICATE),
+    Intruder("accept later", "committed", lambda t: t.accept(), _DUPLICATE),
+    Intruder("chunk", "committed", lambda t: t.first(), _DUPLICATE),
+    Intruder("welcome", "opened", lambda t: t.owner.welcome(), _UNEXPECTED),
+    Intruder("ping", "committed", lambda t: Ping(), answer=Pong),
+]
+_EARLY = [Intruder("accept", "opened", lambda t: t.accept(), _DUPLICATE)]
+_LATE = [
+    Intruder("accept", "over", lambda t: t.accept(), _UNKNOWN),
+    Intruder("chunk", "over", lambda t: t.last(), _UNKNOWN),
+    Intruder("failed", "over", lambda t: t.failed(), _UNKNOWN),
+    Intruder("touched", "over", lambda t: t.touched(), _UNKNOWN),
+]
+_OF_ANOTHER_ID = [
+    Intruder("accept", "requested", lambda t: t.accept(_OTHER_ID), _UNKNOWN),
+    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_ID), _UNKNOWN),
+    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_ID), _UNKNOWN),
+    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_ID), _UNKNOWN),
+]
+_FOR_ANOTHER_PROCESS = [
+    Intruder("accept", "requested", lambda t: t.accept(_OTHER_GENERATION), _STALE),
+    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_GENERATION), _STALE),
+    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_GENERATION), _STALE),
+    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_GENERATION), _STALE),
+    Intruder("chunk done", "accepted", lambda t: KVChunkDone(transfer_id=1, room=1, sequence=0),
+             _UNEXPECTED),
+    Intruder("abort", "accepted", lambda t: KVAbort(room=1, transfer_id=1, reason="", status=400),
+             _UNEXPECTED),
+    Intruder("heartbeat", "accepted", lambda t: Heartbeat(instance_id="i", generation=1),
+             _UNEXPECTED),
+]  # fmt: skip
+_BY_ANOTHER_PEER = [
+    Intruder("accept", "requested", lambda t: t.accept(), _UNKNOWN, by_other=True),
+    Intruder("chunk", "accepted", lambda t: t.first(), _UNKNOWN, by_other=True),
+    Intruder("failed", "accepted", lambda t: t.failed(), _UNKNOWN, by_other=True),
+    Intruder("touched", "accepted", lambda t: t.touched(), _UNKNOWN, by_other=True),
+]
+_ALL = {
+    f"{kind}: {each.name}": each
+    for kind, several in {
+        "twice": _TWICE,
+        "early": _EARLY,
+        "late": _LATE,
+        "of another id": _OF_ANOTHER_ID,
+        "for another process": _FOR_ANOTHER_PROCESS,
+        "by another peer": _BY_ANOTHER_PEER,
+    }.items()
+    for each in several
+}
+
+
+@pytest.mark.parametrize("intruder", _ALL.values(), ids=_ALL)
+def test_it_is_counted_and_ignored(transfer: Transfer, intruder: Intruder) -> None:
+    for name in Transfer.STEPS:
+        transfer.step(name)
+        if name == intruder.after:
+            by = transfer.other if intruder.by_other else transfer.owner
+            before, state = ignored(transfer.manager), transfer.receiver.poll()
+            by.send(intruder.message(transfer))
+            if intruder.answer is not None:
+                by.receive(intruder.answer)
+            by.heard()
+            assert ignored(transfer.manager, before) == intruder.counted()
+            assert transfer.receiver.poll() is state and not transfer.receiver.commit()
+    transfer.check()
+
+
+@pytest.mark.parametrize("last", Transfer.STEPS[:-1])
+def test_a_failure_twice(transfer: Transfer, last: str) -> None:
+    for name in Transfer.STEPS[: Transfer.STEPS.index(last) + 1]:
+        transfer.step(name)
+    before = ignored(transfer.manager)
+    failed = transfer.manager.counters()["transfers_failed"]
+    for _ in range(2):
+        transfer.owner.send(transfer.failed())
+    transfer.owner.heard()
+    assert "given up" in fails(transfer.receiver, 1.0)
+    assert ignored(transfer.manager, before) == {"ignored_unknown_transfer": 1}
+    assert transfer.manager.counters()["transfers_failed"] == failed + 1
+    assert not [each for each in transfer.owner.messages if isinstance(each, KVAbort)]
+
+
+_OUT_OF_PLACE: dict[str, tuple[str, Callable[[Transfer], KVChunk], str]] = {
+    "before the request": ("opened", lambda t: t.first(), "before the request was accepted"),
+    "before it was accepted": ("requested", lambda t: t.first(), "before the request was accepted"),
+    "with a gap before it": ("accepted", lambda t: t.last(), "chunk 1 instead of 0"),
+    "of other pages": (
+        "committed",
+        lambda t: t.owner.chunk(t.transfer_id, 1, 3, [3, 4], metadata()),
+        "pages from 3 on instead of 2",
+    ),
+    "of too many pages": (
+        "committed",
+        lambda t: t.owner.chunk(t.transfer_id, 1, 2, [2, 3, 4, 5], metadata()),
+        "pages up to 6 where 5 were wanted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _OUT_OF_PLACE.values(), ids=_OUT_OF_PLACE)
+def test_a_chunk_out_of_place_ends_its_transfer(
+    transfer: Transfer, case: tuple[str, Callable[[Transfer], KVChunk], str]
+) -> None:
+    """Messages arrive in order, so the peer has lost count; and its next chunk would be wrong."""
+    last, chunk, problem = case
+    for name in Transfer.STEPS[: Transfer.STEPS.index(last) + 1]:
+        transfer.step(name)
+    transfer.owner.send(chunk(transfer))
+    told = transfer.owner.receive(KVAbort)
+    assert told.transfer_id == transfer.transfer_id and problem in told.reason
+    assert problem in fails(transfer.receiver) and not transfer.receiver.commit()
