@@ -195,7 +195,7 @@ class HandPrefill(_Hand):
             reply = LookupReply(query=message.query, instance=self.instance)
             self._socket.send_multipart([peer, encode(reply)])
         elif isinstance(message, Ping):
-            self._socket.send_multipart([peer, encode(Pong())])
+            self._socket.send_multipart([peer, encode(Pong(timeout_seconds=3.0))])
         elif isinstance(message, Hello):
             self.peer = peer
             self.send(self.welcome())

@@ -36,7 +36,7 @@ def _serve(web: Any, service: Service, *rest: Any, **more: Any) -> None:
 
 def main(role: str, *args: str) -> None:
     """Serves as prefill_main or decode_main do."""
-    launch.serve = _serve  # type: ignore[assignment]
+    launch.serve = _serve  # type: ignore[attr-defined, assignment]
     mode = kvferry_flags.Mode(role)
     app.run(lambda argv: launch.serve_from_flags(argv, mode, 30000), argv=[sys.argv[0], *args])
 
