@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a decode server talks to prefill servers. Control loop's thread only, but for pulls."""
+"""Where a decode server talks to prefill servers. Control loop's thread only, but for pulls.
+
+What is doubled, early (before the room has asked for pages and was accepted), or about a transfer
+that is unknown or over is counted and ignored: it says nothing about a room. A chunk that
+contradicts an accepted transfer (a gap, pages that were not asked for) fails that room, and only
+that: connections keep the order, so what is missing cannot come any more, and both sides had better
+hear of it now than after the progress timeout.
+"""
 
 import collections
 import time
 from collections.abc import Iterable, Sequence
 
-from kvferry.control.connection import TransferFailure
+from kvferry.control.connection import PageRequest, TransferFailure
 from kvferry.control.decode_rooms import Arrived, DecodeRooms, Receiver
 from kvferry.control.discovery import Discovery
 from kvferry.control.engines.base import Pull, TransferError, TransferTimeoutError
@@ -230,13 +237,18 @@ class DecodeDesk:
         if fresh:
             self._manager.on_event()
         else:
-            self._manager.tally.add("ignored_duplicate")
+            early = receiver.wanted is None
+            self._manager.tally.add("ignored_early" if early else "ignored_duplicate")
 
     def _on_chunk(self, receiver: Receiver, peer: PrefillPeer, chunk: KVChunk) -> None:
         if chunk.sequence < receiver.next_sequence:
             self._manager.tally.add("ignored_duplicate")
             return
-        problem = _chunk_problem(receiver, chunk)
+        wanted = receiver.wanted
+        if wanted is None or receiver.poll() is KVPoll.Bootstrapping:
+            self._manager.tally.add("ignored_early")
+            return
+        problem = _chunk_problem(receiver, wanted, chunk)
         if problem:
             reason = f"room {receiver.room}: the prefill server sent {problem}"
             self._manager.fail(receiver, TransferFailure(reason, 500))
@@ -313,11 +325,8 @@ class DecodeDesk:
         return True
 
 
-def _chunk_problem(receiver: Receiver, chunk: KVChunk) -> str:
+def _chunk_problem(receiver: Receiver, wanted: PageRequest, chunk: KVChunk) -> str:
     """Returns what is wrong with a chunk's place in its transfer, or an empty text."""
-    wanted = receiver.wanted
-    if wanted is None or receiver.poll() is KVPoll.Bootstrapping:
-        return f"chunk {chunk.sequence} before the request was accepted"
     if receiver.last_sequence is not None:
         return f"chunk {chunk.sequence} after the last one"
     if chunk.sequence != receiver.next_sequence:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prefill server takes the messages of decode servers. Control loop's thread only."""
+"""Where a prefill server takes the messages of decode servers. Control loop's thread only.
+
+What is doubled, early (an acknowledgement of what was not sent), meant for a predecessor of this
+process, or about a transfer that is unknown or over is counted and ignored.
+"""
 
 import time
 
@@ -97,7 +101,8 @@ class PrefillDesk:
                 if sender is None:
                     self._manager.tally.add("ignored_unknown_transfer")
                 elif not self._manager.acknowledge(sender, sequence):
-                    self._manager.tally.add("ignored_duplicate")
+                    early = sequence >= sender.next_sequence
+                    self._manager.tally.add("ignored_early" if early else "ignored_duplicate")
             case Touched(transfer_ids=transfer_ids):
                 self._touch(peer, set(transfer_ids))
             case CanaryDone(canary_key=key):
