@@ -5,8 +5,9 @@
 
 Needed only when several prefill servers share one address for this: a prefill server without
 --bootstrap_host runs a bootstrap server of its own. It keeps nothing on disk; after a restart the
-prefill servers register again by themselves. Beyond loopback all of them need the same
---curve_key_file; `python -m kvferry.keys DIR` makes it.
+prefill servers register again by themselves, also if their --bootstrap_host is a name that now has
+another address. Beyond loopback all of them need the same --curve_key_file; `python -m kvferry.keys
+DIR` makes it.
 """
 
 import signal

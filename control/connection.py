@@ -270,6 +270,7 @@ class KVManager(abc.ABC):
             EngineStartError: If the transfer engine does not work here.
             PortInUseError: If a port is taken.
             InsecureBindError: If a socket would listen beyond loopback without keys.
+            OSError: If the name of the bootstrap server to register with (prefill) is unknown.
         """
 
     @abc.abstractmethod
@@ -311,7 +312,8 @@ class KVManager(abc.ABC):
             room: The meeting id, 0 <= room < 2**63.
 
         Returns:
-            The leg. A wrong address makes it `Failed` within a second.
+            The leg. An address where nobody answers makes it `Failed` within a second, a name
+            within 5 s for looking it up and a second for each of its addresses, four at most.
 
         Raises:
             ValueError: If room or port is out of range or the room's decode leg is open already.

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.messages import Instance, Lookup, LookupReply, Message, Refused
-from kvferry.control.security import check_advertise, host_port, known_addresses, resolve
+from kvferry.control.names import Names
+from kvferry.control.security import check_advertise, host_port, known_addresses
 from kvferry.control.side_channel import ChannelOptions, ClientChannel
 from kvferry.control.tally import Tally
 from kvferry.control.workers import WorkerPool
 
-_RESOLVE_SECONDS = 5.0
 # Requests name the servers, so their number has to be bounded. Each takes two ZMQ sockets.
 _MAX_SERVERS = 128
 
@@ -46,7 +46,7 @@ class _Server:
         self.waiting: list[_Query] = []  # Until the connection stands.
         self.asked: dict[int, _Query] = {}
         self.numbers = itertools.count(1)
-        self.resolved = self.ended = False
+        self.ended = False
         self.channel = self.new_channel()
 
     def new_channel(self) -> ClientChannel:
@@ -56,7 +56,6 @@ class _Server:
         )
 
     def connect(self, addresses: list[str]) -> None:
-        self.resolved = True
         if not self.ended:
             self.addresses = addresses
             self.channel.open(self.addresses.pop(0), self.port)
@@ -127,7 +126,7 @@ class Discovery:
         self.loop = loop
         self.tally = tally
         self.options = options
-        self._resolver = resolver
+        self._names = Names(loop, resolver)
         self._servers: dict[tuple[str, int], _Server] = {}
 
     def find(
@@ -156,7 +155,7 @@ class Discovery:
         server = _Server(self, host, port)
         server.waiting.append(query)
         self._servers[host, port] = server
-        self._connect(server)
+        self._names.look_up(host, server.connect, server.end)
 
     def forget(self, server: _Server) -> None:
         """Drops a server whose connection has ended, unless it was replaced already."""
@@ -183,36 +182,3 @@ class Discovery:
                 server.end("not in use")
                 return True
         return False
-
-    def _connect(self, server: _Server) -> None:
-        known = known_addresses(server.host)
-        if known:
-            server.connect(known)
-            return
-
-        def job() -> None:
-            if server.ended:
-                return  # Waited too long for other names.
-            try:
-                addresses = resolve(server.host)
-            except OSError as error:
-                reason = str(error)
-                self.loop.post(lambda: server.end(reason))
-                return
-            self.loop.post(lambda: server.connect(addresses))
-
-        def on_error(error: BaseException) -> None:
-            self.loop.post(lambda: server.end(f"resolving {server.host!r} failed: {error!r}"))
-
-        if self._resolver.submit(job, on_error):
-            self.loop.call_later(_RESOLVE_SECONDS, lambda: self._check_resolved(server))
-        else:
-            server.end("too many host names are being resolved")
-
-    def _check_resolved(self, server: _Server) -> None:
-        if not server.resolved:
-            others = self._resolver.pending - 1
-            server.end(
-                f"host name {server.host!r} was not resolved in {_RESOLVE_SECONDS:g} s, with"
-                f" {max(0, others)} others waiting; name the server by its address"
-            )

@@ -59,8 +59,9 @@ _MODE = flags.DEFINE_enum_class(
 _BOOTSTRAP_HOST = flags.DEFINE_string(
     "bootstrap_host",
     None,
-    "prefill: address of a separate bootstrap server (bootstrap_main) to register at; default: this"
-    " process runs its own on --host. decode: not used, the router names it in each request.",
+    "prefill: name or address of a separate bootstrap server (bootstrap_main) to register at; a"
+    " name is looked up again whenever the server was lost. Default: this process runs its own on"
+    " --host. decode: not used, the router names it in each request.",
 )
 _BOOTSTRAP_PORT = flags.DEFINE_integer(
     "bootstrap_port",

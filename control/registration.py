@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a prefill server registered with its bootstrap server, whatever happens to the latter."""
+"""Keeps a prefill server registered with its bootstrap server, whatever happens to the latter.
+
+The bootstrap server may come back at another address: its name is looked up again whenever it was
+lost, or could not be reached at any of the addresses that the name had.
+"""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from absl import logging
 
@@ -20,6 +24,7 @@ from kvferry.control.messages import (
     Retract,
     Withdraw,
 )
+from kvferry.control.names import Names
 from kvferry.control.security import host_port
 from kvferry.control.side_channel import ChannelOptions, ClientChannel
 from kvferry.control.tally import Tally
@@ -35,8 +40,9 @@ class Registration:
         loop: The control loop.
         tally: Gets the totals of ignored messages.
         options: Timeouts and keys.
-        addresses: Numeric host and port of the bootstrap server; several if its name has several
-            addresses. They are tried in turn until one takes the registration.
+        names: Looks the bootstrap server's name up.
+        server: Name or address, and port of the bootstrap server. If the name has several
+            addresses, they are tried in turn until one takes the registration.
         instance: What to register.
         rooms: Returns the rooms that are open now; announced again after a re-registration.
     """
@@ -46,15 +52,18 @@ class Registration:
         loop: ControlLoop,
         tally: Tally,
         options: ChannelOptions,
-        addresses: Sequence[tuple[str, int]],
+        names: Names,
+        server: tuple[str, int],
         instance: Instance,
         rooms: Callable[[], Iterable[int]],
     ) -> None:
         self._loop = loop
         self._tally = tally
         self._options = options
-        self._addresses = addresses
-        self._attempt = 0
+        self._names = names
+        self._host, self._port = server[0].strip("[]"), server[1]
+        self._addresses: list[str] = []  # Of the last look-up that had an answer,
+        self._untried: list[str] = []  # and those of them that are still to be tried.
         self._instance = instance
         self._rooms = rooms
         self._channel: ClientChannel | None = None
@@ -75,21 +84,33 @@ class Registration:
         gap_seconds = time.monotonic() - self._lost_at
         if self.registered or gap_seconds < self._options.peer_timeout_seconds:
             return None
-        where = host_port(*self._address)
+        where = host_port(self._host, self._port)
         return f"not registered with the bootstrap server {where}: {self._problem}"
 
     def open(self) -> None:
         """Connects and registers; tries again for ever when that fails."""
+        if self._untried:
+            self._connect()
+        else:
+            self._names.look_up(self._host, self._on_addresses, self._on_unknown)
+
+    def _on_addresses(self, addresses: list[str]) -> None:
+        self._addresses, self._untried = addresses, list(addresses)
+        self._connect()
+
+    def _on_unknown(self, reason: str) -> None:
+        if self._addresses:
+            self._on_addresses(self._addresses)  # The name service may be what is missing.
+        else:
+            self._on_down(reason)
+
+    def _connect(self) -> None:
         if self._closed:
             return
         self._channel = ClientChannel(
             self._loop, self._tally, self._options, self._register, self._on_message, self._on_down
         )
-        self._channel.open(*self._address)
-
-    @property
-    def _address(self) -> tuple[str, int]:
-        return self._addresses[self._attempt % len(self._addresses)]
+        self._channel.open(self._untried.pop(0), self._port)
 
     def announce(self, room: int) -> None:
         """Tells the bootstrap server that the room is here."""
@@ -130,7 +151,7 @@ class Registration:
                 self._on_registered(lease_seconds)
             case HeartbeatAck(known=known):
                 if not known:
-                    self.registered = False
+                    self._note_loss("it has forgotten this server")
                     self._register()
             case Refused(reason=reason):
                 self._on_down(f"registration refused: {reason}")
@@ -146,20 +167,19 @@ class Registration:
         period = min(max(lease_seconds, 0.1), 60.0) / _HEARTBEATS_PER_LEASE
         self._heartbeat = self._loop.every(period, self._beat)
         rooms = list(self._rooms())
-        logging.info("registered with the bootstrap server %s", host_port(*self._address))
-        if rooms and self._channel is not None:
-            self._channel.send(Announce(instance_id=self._instance.instance_id, rooms=rooms))
+        if self._channel is not None:
+            logging.info("registered with the bootstrap server %s", self._channel.target)
+            if rooms:
+                self._channel.send(Announce(instance_id=self._instance.instance_id, rooms=rooms))
 
     def _beat(self) -> None:
         if self._channel is not None:
             self._channel.send(self._ids(Heartbeat))
 
     def _on_down(self, reason: str) -> None:
-        self._attempt += not self.registered
-        if self.registered:
-            self._lost_at = time.monotonic()
-        self.registered = False
-        self._problem = reason
+        if self._closed:
+            return
+        self._note_loss(reason)
         self._end_timers()
         if self._channel is not None:
             self._channel.close()
@@ -168,3 +188,10 @@ class Registration:
             logging.warning("bootstrap server not available, trying on: %s", reason)
             self._complained = True
         self._retry = self._loop.call_later(_RETRY_SECONDS, self.open)
+
+    def _note_loss(self, reason: str) -> None:
+        self._problem = reason
+        if self.registered:
+            self.registered = False
+            self._lost_at = time.monotonic()
+            self._untried.clear()

@@ -164,6 +164,7 @@ class ZmqManager(KVManager):
             EngineStartError: If the engine does not work here.
             PortInUseError: If a port is taken.
             InsecureBindError: If the side channel would listen beyond loopback without keys.
+            OSError: If the name of the bootstrap server to register with (prefill) is unknown.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self.engine.close)
@@ -235,7 +236,7 @@ class ZmqManager(KVManager):
     def close_channel(self) -> None:
         """Closes sockets. Loop thread."""
 
-    def _stop_threads(self) -> None:  # noqa: B027 (the prefill side has none)
+    def _stop_threads(self) -> None:  # noqa: B027 (may be empty)
         """Ends threads other than the loop's."""
 
     def check_open(self, room: int) -> None:

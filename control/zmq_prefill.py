@@ -10,10 +10,12 @@ from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import TransferEngine
 from kvferry.control.kv_layout import KVLayout
 from kvferry.control.messages import Message, Touched
+from kvferry.control.names import Names
 from kvferry.control.prefill_desk import PrefillDesk
 from kvferry.control.prefill_rooms import DecodeLeg, PrefillRooms
 from kvferry.control.registration import Registration
-from kvferry.control.security import resolve
+from kvferry.control.security import known_addresses, resolve
+from kvferry.control.workers import WorkerPool
 from kvferry.control.zmq_manager import ControlOptions
 
 
@@ -31,7 +33,7 @@ class PrefillManager(PrefillRooms):
         loop: ControlLoop | None = None,
     ) -> None:
         super().__init__(options, layout, pages, engine, on_event=on_event, loop=loop)
-        self._bootstrap_addresses: list[tuple[str, int]] = []
+        self._resolver = WorkerPool("kv-resolve", 1, 1)
         self._registration: Registration | None = None
         self._desk = PrefillDesk(self)
 
@@ -110,19 +112,24 @@ class PrefillManager(PrefillRooms):
         self._desk.close()
 
     def _prepare(self) -> None:
-        port = self.options.bootstrap_port
-        if port:
-            hosts = resolve(self.options.bootstrap_host)
-            self._bootstrap_addresses = [(host, port) for host in hosts]
+        host = self.options.bootstrap_host
+        if self.options.bootstrap_port and not known_addresses(host):
+            resolve(host)  # A name with a mistake in it is best seen at the start.
+
+    def _stop_threads(self) -> None:
+        self._resolver.stop()
 
     def _opened(self) -> None:
         self._desk.make_canary(self.instance.instance_id)
-        if self._bootstrap_addresses:
+        if self.options.bootstrap_port:
+            if not known_addresses(self.options.bootstrap_host):
+                self._resolver.start()
             self._registration = Registration(
                 self.loop,
                 self.tally,
                 self.channel_options,
-                self._bootstrap_addresses,
+                Names(self.loop, self._resolver),
+                (self.options.bootstrap_host, self.options.bootstrap_port),
                 self.instance,
                 lambda: list(self.senders),
             )

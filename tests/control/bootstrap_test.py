@@ -15,6 +15,7 @@ from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.discovery import Discovery
 from kvferry.control.messages import Announce, Heartbeat, Instance, Lookup, Register, Withdraw
+from kvferry.control.names import Names
 from kvferry.control.registration import Registration
 from kvferry.control.security import InsecureBindError, PortInUseError
 from kvferry.control.side_channel import ChannelOptions
@@ -47,14 +48,21 @@ class Clients:
         self.tally = Tally()
         self.resolver = WorkerPool("resolve", 1, 10)
         self.resolver.start()
+        self.options = options
         self.discovery = Discovery(self.loop, self.tally, options, self.resolver)
 
-    def register(self, registered: Instance, rooms: list[int] | None = None) -> Registration:
+    def register(
+        self,
+        registered: Instance,
+        rooms: list[int] | None = None,
+        host: str = "127.0.0.1",
+    ) -> Registration:
         made = Registration(
             self.loop,
             self.tally,
-            OPTIONS,
-            [("127.0.0.1", self.port)],
+            self.options,
+            Names(self.loop, self.resolver),
+            (host, self.port),
             registered,
             lambda: rooms or [],
         )

@@ -11,7 +11,6 @@ import pytest
 from kvferry.control import discovery
 from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.keys import make_keys
-from kvferry.control.registration import Registration
 from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.workers import WorkerPool
 from kvferry.tests.control.bootstrap_test import Answer, Clients
@@ -63,20 +62,16 @@ def _found(answer: Answer, seconds: float = 5.0) -> bool:
     return bool(answer.found)
 
 
-def _register(clients: Clients, *hosts: str) -> None:
-    """Registers an instance that holds rooms 1 and 2, with a server at one of the addresses."""
-    addresses = [(host, clients.port) for host in hosts]
-    made = Registration(
-        clients.loop, clients.tally, ChannelOptions(), addresses, instance("a"), lambda: [1, 2]
-    )
-    clients.loop.call(made.open)
+def _register(clients: Clients, host: str) -> None:
+    """Registers an instance that holds rooms 1 and 2."""
+    made = clients.register(instance("a"), [1, 2], host)
     wait_until(lambda: made.registered)
 
 
 def test_the_addresses_of_a_name_are_tried_in_turn(
     server: ZmqBootstrapServer, clients: Clients, names: Names
 ) -> None:
-    _register(clients, "127.0.0.1", "::1")
+    _register(clients, "localhost")
     names.table = {"both": ["127.0.0.1", "::1"], "neither": ["127.0.0.2", "127.0.0.3"]}
     assert _found(clients.find(1, host="both"))
     wrong = clients.find(1, host="neither")
@@ -100,7 +95,7 @@ def test_an_address_does_not_wait_for_names(
     names: Names,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery, "_RESOLVE_SECONDS", 1.0)
+    monkeypatch.setattr("kvferry.control.names._RESOLVE_SECONDS", 1.0)
     _register(clients, server._host)
     slow, queued = clients.find(1, host="slow"), clients.find(1, host="queued")
     wait_until(lambda: names.asked == ["slow"])  # One thread, as `Clients` has it.

@@ -42,7 +42,7 @@ def test_prefill_servers_wait_for_it_and_come_back_to_it(tiny_model: pathlib.Pat
         port = first.bootstrap_port
         second = stack.start_server("prefill", f"{_PORT_FLAG}={port}", wait=False)
         decode = stack.start_server("decode")
-        missing = f"not registered with the bootstrap server 127.0.0.1:{port}"
+        missing = f"not registered with the bootstrap server localhost:{port}"
         wait_for(lambda: missing in _reason(first), "the reason", 60.0)
         assert answers_200(f"{first.url}/livez")
 
