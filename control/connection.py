@@ -35,7 +35,7 @@ To write another backend, in this order:
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import jax
@@ -140,6 +140,15 @@ class KVSender(abc.ABC):
         """Returns the current state. Cheap; any thread."""
 
     @property
+    def peer(self) -> Hashable:
+        """Which decode server the room is with, once that is known; only to be compared.
+
+        Where `send` limits each of them for itself, a room that has to wait need not hold up those
+        of others.
+        """
+        return None
+
+    @property
     @abc.abstractmethod
     def request(self) -> PageRequest | None:
         """What D wants; set from `WaitingForInput` on."""
@@ -167,10 +176,10 @@ class KVSender(abc.ABC):
             metadata: Required with the last chunk, not allowed before.
 
         Returns:
-            Whether they were taken. If not, the published bytes are at their limit (`on_event` is
-            called when that changes: try again then), or the leg has failed, maybe just now because
-            these pages cannot be gathered or published: see `poll`. If taken, the gather is
-            dispatched and the pages may be reused.
+            Whether they were taken. If not, too much is published, for `peer` or in all
+            (`on_event` is called when that changes: try again then), or the leg has failed, maybe
+            just now because these pages cannot be gathered or published: see `poll`. If taken, the
+            gather is dispatched and the pages may be reused.
 
         Raises:
             ValueError: If the pages are more than D asked for, or `last` leaves some out, or the

@@ -73,8 +73,8 @@ _COPIES: Mapping[Mode, tuple[CopyKind, ...]] = {
 # its room before it queues.
 _ORPHAN_SECONDS = 10.0
 _PROGRESS_SECONDS = 60.0
-# Gathered copies held at a time, and the most that is gathered as one piece: device memory beside
-# the pool.
+# Gathered copies held at a time (half of it for one decode server), and the most that is gathered
+# as one piece: device memory beside the pool.
 _PUBLISHED_BYTES = 1 << 30
 _CHUNK_BYTES = 256 << 20
 # Host slots for staged pages: their largest size, and how many of each size.

@@ -7,13 +7,15 @@ A request goes through four stages, each a queue of its own:
    room for them: that is the credit on which this server works, so nothing is computed before.
 2. PREFILL: in the engine's own queue, then computed in chunks like any prompt. Pages that are
    complete leave while the next chunk is computed.
-3. HAND_OVER: computed; waits while too many bytes are published already (back-pressure).
+3. HAND_OVER: computed; waits while too many bytes are published already (back-pressure), in all or
+   to its decode server.
 4. IN_FLIGHT: gathered and published, its pages are back in the pool; answers its HTTP request with
    its one token when the decode server has acknowledged.
 """
 
 import dataclasses
 import enum
+from collections.abc import Hashable
 from typing import Any
 
 from kvferry.control.connection import KVManager, KVSender
@@ -91,12 +93,13 @@ class PrefillScheduler(Scheduler):
 
     def poll(self) -> float | None:
         """Moves every request on whose peer has moved."""
-        blocked = False
+        blocked: set[Hashable] = set()
         for leg in list(self._legs.values()):
-            # Once the oldest finds no room for its pages, nobody behind it may take that room.
-            self._advance(leg, may_send=not blocked)
-            waits = leg.stage is _Stage.HAND_OVER and not leg.seq.finished
-            blocked = blocked or waits
+            # Once the oldest finds no room for its pages, nobody behind it may take that room, but
+            # for those of other decode servers: one that stands still holds up its own only.
+            self._advance(leg, may_send=leg.sender.peer not in blocked)
+            if leg.stage is _Stage.HAND_OVER and not leg.seq.finished:
+                blocked.add(leg.sender.peer)
         self._report_progress()
         return _QUEUE_POLL_SECONDS if blocked else super().poll()
 
@@ -182,6 +185,7 @@ class PrefillScheduler(Scheduler):
             self._hand_over(leg)
 
     def _somebody_waits_to_send(self) -> bool:
+        # Of any decode server: `poll` gives each its turn, in order of arrival.
         return any(leg.stage is _Stage.HAND_OVER for leg in self._legs.values())
 
     def _hand_over(self, leg: _Leg) -> None:

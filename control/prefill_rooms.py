@@ -63,6 +63,11 @@ class Sender(Leg, KVSender):
         self.last_sent = False
 
     @property
+    def peer(self) -> bytes | None:
+        """The connection of the decode server."""
+        return self.leg.peer if self.leg is not None else None
+
+    @property
     def request(self) -> PageRequest | None:
         """What D wants, from `WaitingForInput` on."""
         return self.leg.request if self.leg is not None else None
@@ -218,6 +223,9 @@ class PrefillRooms(ZmqManager):
     def reserve(self, sender: Sender, num_pages: int) -> int | None:
         """Reserves room for published bytes.
 
+        A decode server gets as much of the limit as it leaves free for others, so one that takes
+        nothing more cannot keep all of it. It always gets one chunk while anything is free.
+
         Returns:
             The bytes reserved, or None if there is no room or the sender has ended.
         """
@@ -226,12 +234,18 @@ class PrefillRooms(ZmqManager):
         with self.lock:
             if sender.machine.state.terminal:
                 return None
-            over = self.published_bytes + num_bytes > self.options.max_published_bytes
-            if (over and self.published_bytes) or not self.engine.has_room(specs):
+            free = self.options.max_published_bytes - self.published_bytes
+            theirs = self._published_to_locked(sender.peer)
+            fits = theirs + num_bytes <= free or (not theirs and free > 0)
+            if not fits or not self.engine.has_room(specs):
                 self._refused_publication = True
                 return None
             self.published_bytes += num_bytes
             return num_bytes
+
+    def _published_to_locked(self, peer: bytes | None) -> int:
+        published = (each.published for each in self.senders.values() if each.peer == peer)
+        return sum(num_bytes for chunks in published for _, num_bytes in chunks.values())
 
     def give_back(self, num_bytes: int) -> None:
         """Undoes `reserve`."""

@@ -49,8 +49,9 @@ class ControlOptions:
         pull_timeout_seconds: Time after which a pull that brings nothing fails. An engine that
             cannot see its progress has this long for the whole pull.
         pull_workers: Pulls in progress at most; each holds a thread that sleeps most of the time.
-        max_published_bytes: Published and not yet acknowledged bytes at most; at least one chunk is
-            always let through.
+        max_published_bytes: Published and not yet acknowledged bytes at most. A peer gets as much
+            as it leaves free for others (half if it is alone), but always one chunk while anything
+            is free, so there may be one chunk more than this.
         max_rooms: Rooms open at the same time at most.
         keys: CURVE keys; without them only loopback is used.
     """

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of a prefill server, opposite a real decode scheduler."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import pytest
 
-from kvferry.control.engines.base import TransferError
-from kvferry.tests.control.pairs import QUICK, wait_until
-from kvferry.tests.control.scheduler_pair import finish_of, scheduler_pair
+from kvferry.control.connection import KVManager, KVReceiver
+from kvferry.control.engines.base import EngineOptions, TransferError
+from kvferry.control.engines.fake_engine import FakeEngine
+from kvferry.control.prompt_digest import PROMPT_DIGEST, prompt_digest
+from kvferry.control.zmq_connection import create_manager
+from kvferry.tests.control.pairs import QUICK, commit_all, wait_until
+from kvferry.tests.control.scheduler_pair import (
+    SchedulerPair,
+    finish_of,
+    page_bytes,
+    runner_layout,
+    scheduler_pair,
+)
 from kvferry.tests.engine.driving import (
     Answer,
     greedy_answer,
@@ -18,8 +29,11 @@ from kvferry.tests.engine.driving import (
     random_prompt,
     submit,
 )
+from kvferry.tests.engine.tiny import PAGE_SIZE
 
 _QUICK = dataclasses.replace(QUICK, progress_timeout_seconds=2.0)
+# Nothing may end by itself here.
+_PATIENT = dataclasses.replace(QUICK, orphan_timeout_seconds=60.0, progress_timeout_seconds=60.0)
 _ONE_AT_A_TIME = dataclasses.replace(_QUICK, max_published_bytes=1)
 
 
@@ -109,6 +123,54 @@ def test_computed_prompts_do_not_wait_for_one_that_stands_still() -> None:
         assert all("no progress in 2 s" in end for end in finish_of(*stuck))
         pair.network.set(held=False)
         assert finish_of(*pair.submit(random_prompt(6))) == ["length", "length"]
+        pair.wait_at_rest()
+
+
+@contextlib.contextmanager
+def _standing_still(pair: SchedulerPair) -> Iterator[KVManager]:
+    """Another decode server, whose control thread lives and whose step thread does nothing."""
+    runner = pair.prefill.runner
+    manager = create_manager(
+        "decode",
+        options=_PATIENT,
+        layout=runner_layout(runner),
+        pages=runner.pool,
+        engine=FakeEngine(EngineOptions(), pair.network),
+        on_event=lambda: None,
+    )
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop()
+
+
+def test_a_decode_server_that_stands_still_holds_up_its_own_requests_only() -> None:
+    """It acknowledges nothing; what is computed for it waits, and others pass."""
+    options = dataclasses.replace(_PATIENT, max_published_bytes=8 * page_bytes())
+    with scheduler_pair(options=options) as pair, _standing_still(pair) as still:
+        prompt = random_prompt(4 * PAGE_SIZE)
+        stuck: list[tuple[Answer, KVReceiver]] = []
+        for _ in range(3):
+            answer, bootstrap = Answer(), pair.bootstrap()
+            pair.prefill.submit(make_request(answer, prompt, bootstrap=bootstrap))
+            receiver = still.open_receiver("127.0.0.1", pair.bootstrap_port, bootstrap.room)
+            receiver.request(
+                [0, 1, 2, 3],
+                prompt_tokens=len(prompt),
+                extra={PROMPT_DIGEST: prompt_digest(prompt)},
+            )
+            stuck.append((answer, receiver))
+        # Computed, but half of the limit is all that one decode server gets.
+        wait_until(lambda: pair.prefill.stats().prompt_tokens_total == 3 * len(prompt))
+        wait_until(lambda: pair.managers[0].counters()["published_chunks"] == 1)
+        for seed in range(4):
+            assert finish_of(*pair.submit(random_prompt(8, seed))) == ["length", "length"]
+        assert not any(answer.finish for answer, _ in stuck)
+        # It goes on: each in its turn.
+        for answer, receiver in stuck:
+            commit_all(receiver)
+            assert finish_of(answer) == ["length"]
         pair.wait_at_rest()
 
 

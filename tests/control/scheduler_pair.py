@@ -42,7 +42,13 @@ def _runner(role: str) -> ModelRunner:
     return runner
 
 
-def _layout(runner: ModelRunner) -> KVLayout:
+def page_bytes() -> int:
+    """Returns the size of a page of the tiny model, all layers together."""
+    return sum(spec.size * spec.dtype.itemsize for spec in _runner("prefill").pool.specs(1))
+
+
+def runner_layout(runner: ModelRunner) -> KVLayout:
+    """Describes the runner's pages as a server does."""
     pool, config = runner.pool, runner.config
     return KVLayout(
         num_layers=config.num_layers,
@@ -129,7 +135,7 @@ def scheduler_pair(
             manager = create_manager(
                 "prefill" if role == "prefill" else "decode",
                 options=dataclasses.replace(options, bootstrap_port=bootstrap.port),
-                layout=_layout(runner),
+                layout=runner_layout(runner),
                 pages=runner.pool,
                 engine=engine,
                 on_event=scheduler.wake,

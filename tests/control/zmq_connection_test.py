@@ -167,10 +167,13 @@ def test_publications_are_bounded() -> None:
         commit_all(legs[0][1])
         wait_until(lambda: senders[0].poll() is KVPoll.Success)
         assert both.prefill.events.count > before  # The scheduler is told to try again.
+        # A peer that is alone leaves half of it to others.
         assert senders[1].send([4, 5], last=True, metadata=metadata())
+        assert not senders[2].send([6], last=True, metadata=metadata())
+        commit_all(legs[1][1])
+        wait_until(lambda: senders[1].poll() is KVPoll.Success)
         assert senders[2].send([6], last=True, metadata=metadata())
-        for _, receiver in legs[1:]:
-            commit_all(receiver)
+        commit_all(legs[2][1])
         wait_until(both.at_baseline)
 
 
