@@ -11,7 +11,6 @@ import jax
 from absl import logging
 
 from kvferry.control.connection import PageRequest, TransferFailure
-from kvferry.control.engines.base import TransferError
 from kvferry.control.engines.canary import canary_specs, make_canary
 from kvferry.control.kv_layout import LayoutMismatchError
 from kvferry.control.messages import (
@@ -31,7 +30,7 @@ from kvferry.control.messages import (
     clip_reason,
 )
 from kvferry.control.peer import check_fit
-from kvferry.control.prefill_rooms import DecodeLeg, PrefillRooms, Sender
+from kvferry.control.prefill_rooms import PUBLISH_ERRORS, DecodeLeg, PrefillRooms, Sender
 from kvferry.control.side_channel import ServerChannel
 
 _CANARY_SECONDS = 30.0
@@ -129,7 +128,7 @@ class PrefillDesk:
         key = self._manager.ids.next_id()
         try:
             self._manager.engine.publish(key, self._canary, _CANARY_SECONDS)
-        except TransferError as error:
+        except PUBLISH_ERRORS as error:
             self._channel.send(peer, Refused(reason=clip_reason(str(error)), status=503))
             return
         self._peers[peer] = instance

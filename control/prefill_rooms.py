@@ -26,6 +26,8 @@ from kvferry.control.leg import Leg, Tombstones, check_extra, sendable
 from kvferry.control.messages import KVAccept, KVChunk, KVFailed, KVMetadata, Leaf, Message
 from kvferry.control.zmq_manager import ControlOptions, ZmqManager
 
+# What an engine says of arrays that it cannot publish, and JAX when there is no memory for a copy.
+PUBLISH_ERRORS = (TransferError, jax.errors.JaxRuntimeError, ValueError)
 # A backstop only: rooms without progress fail long before, and release what they published.
 _PUBLISH_SECONDS = 3600.0
 _TOMBSTONE_FACTOR = 2.0
@@ -85,7 +87,7 @@ class Sender(Leg, KVSender):
             undo.callback(self._manager.give_back, num_bytes)
             try:
                 arrays = self._publish(key, page_ids)
-            except (TransferError, jax.errors.JaxRuntimeError, ValueError) as error:
+            except PUBLISH_ERRORS as error:
                 # Of these pages only: the pool is as it was, and the next room may fare better.
                 status = 500 if isinstance(error, ValueError) else 503
                 failure = TransferFailure(f"cannot publish pages: {error}", status)

@@ -322,6 +322,24 @@ def test_pages_that_cannot_be_published_fail_their_room_only(
     reaches(other, KVPoll.Success)
 
 
+@pytest.mark.parametrize("error", [TransferError("a"), jax.errors.JaxRuntimeError("a")])
+def test_test_arrays_that_cannot_be_published_refuse_that_peer(
+    both: Pair, error: Exception
+) -> None:
+    works = both.prefill.engine.publish
+
+    def refuse(*unused: object) -> None:
+        raise type(error)("no memory")
+
+    both.prefill.engine.publish = refuse  # type: ignore[method-assign, assignment]
+    sender, receiver = both.open()
+    assert "refused this decode server: no memory" in fails(receiver, 2.0)
+    assert "no memory" in fails(sender, AT_ONCE)
+    both.prefill.engine.publish = works  # type: ignore[method-assign]
+    assert both.prefill.manager.failure is None
+    both.transfer()
+
+
 def test_an_unexpected_error_of_a_gather_keeps_no_room(both: Pair) -> None:
     """It is the caller's to see; what was reserved for the pages is free again."""
     sender, receiver = both.ready(1)
