@@ -6,18 +6,17 @@ compile, open the control ports and test the transfer engine, then serve. The en
 """
 
 import contextlib
-import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from absl import app, logging
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
-from kvferry.control.connection import KVManager, KVPages
+from kvferry.control.connection import KVPages
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.decode import DecodeScheduler
 from kvferry.control.engines.base import EngineOptions, EngineStartError
@@ -27,6 +26,7 @@ from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.flags import Mode, ServerOptions, read_options
 from kvferry.control.keys import read_keys
 from kvferry.control.kv_layout import KVLayout
+from kvferry.control.pair_service import Pair, make_service
 from kvferry.control.prefill import PrefillScheduler
 from kvferry.control.progress import CompileProgress
 from kvferry.control.security import (
@@ -43,16 +43,13 @@ from kvferry.engine.attention_plan import Family
 from kvferry.engine.errors import ModelError
 from kvferry.engine.kv_pool import CopyKind
 from kvferry.engine.loader import LoadedModel, load_model
-from kvferry.engine.request import BootstrapInfo
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.runner_options import RunnerOptions
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.scheduler_limits import SchedulerLimits
 from kvferry.engine.sharding import TP_AXIS
 from kvferry.server.app import create_app
-from kvferry.server.interfaces import ServiceOptions
-from kvferry.server.metrics import MetricSample
-from kvferry.server.service import Service, ServiceHooks
+from kvferry.server.service import Service
 from kvferry.server.serving import listen, serve
 from kvferry.server.starting import StartingAnswers
 
@@ -81,14 +78,6 @@ _CHUNK_BYTES = 256 << 20
 _STAGED_PAGES = 32
 _STAGING_SLOTS = 4
 _START_ERRORS = (ModelError, EngineStartError, ValueError, OSError)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """What a disaggregated server has beside its scheduler."""
-
-    manager: KVManager
-    scheduler: PrefillScheduler | DecodeScheduler
 
 
 def serve_from_flags(argv: Sequence[str], default_mode: Mode, default_port: int) -> None:
@@ -182,7 +171,7 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
         stack.callback(pair.manager.stop)
     scheduler.start()
     stack.callback(scheduler.stop)
-    service = _service(options, model, runner, scheduler, pair)
+    service = make_service(options, model, runner, scheduler, pair)
     stack.callback(service.close)
     answers.close()
     service.set_ready()
@@ -252,7 +241,7 @@ def _connect(
     runner: ModelRunner,
     scheduler: PrefillScheduler | DecodeScheduler,
     loop: ControlLoop,
-) -> _Pair:
+) -> Pair:
     engine = create_engine(
         options.transfer_engine,
         EngineOptions(
@@ -302,7 +291,7 @@ def _connect(
         scheduler.connect(manager, sizes[-1])
     else:
         scheduler.connect(manager, options.bootstrap_port)
-    return _Pair(manager, scheduler)
+    return Pair(manager, scheduler)
 
 
 def _layout(model: LoadedModel, runner: ModelRunner) -> KVLayout:
@@ -321,76 +310,3 @@ def _layout(model: LoadedModel, runner: ModelRunner) -> KVLayout:
         max_context=runner.sizes.max_context,
         tp_size=pool.layout.shards,
     )
-
-
-def _service(
-    options: ServerOptions,
-    model: LoadedModel,
-    runner: ModelRunner,
-    scheduler: Scheduler,
-    pair: _Pair | None,
-) -> Service:
-    names = {
-        "dp_size": 1,
-        "tp_size": options.tensor_parallel_size,
-        "dtype": str(model.params["embed"].dtype),
-        "page_size": runner.pool.page_size,
-        "num_pages": runner.pool.num_pages,
-        "bootstrap_port": options.bootstrap_port,
-        "transfer_engine": options.transfer_engine if pair else None,
-    }
-    # A router looks a model_path that is not a local folder up on a hub.
-    if os.path.isdir(options.model_path):
-        names["model_path"] = os.path.abspath(options.model_path)
-    service_options = ServiceOptions(
-        model_name=options.served_model_name or model.name,
-        role=options.mode.value,
-        max_context=runner.sizes.max_context,
-        max_body_bytes=options.max_body_bytes,
-        server_info=names,
-        model_info={
-            "model_type": model.config.model_type,
-            "architectures": [model.config.architecture],
-        },
-    )
-
-    def engine_state() -> dict[str, object]:
-        return {"num_traces": runner.num_traces + scheduler.sampler.num_traces}
-
-    if pair is None:
-        hooks = ServiceHooks(state=engine_state)
-        return Service(scheduler, model.tokenizer, service_options, hooks)
-    manager, handovers = pair.manager, pair.scheduler.handovers
-
-    def collect() -> Iterable[MetricSample]:
-        for name, value in manager.counters().items():
-            yield MetricSample(name, value)
-
-    def state() -> dict[str, object]:
-        return {
-            **engine_state(),
-            "transfers_ok": handovers.count,
-            "kv_bytes_moved": handovers.num_bytes,
-            "last_handover_seconds": handovers.last_seconds,
-            "last_handover_bytes": handovers.last_bytes,
-            "last_pull_seconds": handovers.last_pull_seconds,
-            "last_handover_stages": handovers.last_stages,
-            "control": manager.counters(),
-        }
-
-    def refused(bootstrap: BootstrapInfo, reason: str) -> None:
-        with contextlib.suppress(ValueError):  # the room is open already: its owner will end it
-            if options.mode is Mode.PREFILL:
-                manager.open_sender(bootstrap.room).abort(reason)
-            else:
-                port = bootstrap.port or options.bootstrap_port
-                manager.open_receiver(bootstrap.host, port, bootstrap.room).abort(reason)
-
-    hooks = ServiceHooks(
-        fault_checks=[lambda: manager.failure],
-        ready_checks=[lambda: manager.not_ready],
-        collect=collect,
-        refused=refused,
-        state=state,
-    )
-    return Service(scheduler, model.tokenizer, service_options, hooks)
