@@ -61,6 +61,7 @@ class _Hand(abc.ABC):
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.messages: list[Message] = []
+        self._unanswered = 0
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -84,12 +85,15 @@ class _Hand(abc.ABC):
                 self._take(self._socket.recv_multipart())
 
     def send(self, message: Message) -> None:
+        self._unanswered += isinstance(message, Ping)
         self.send_frames([encode(message)])
 
     def heard(self) -> None:
         """Waits until everything sent so far was dealt with: messages are taken in order."""
         self.send(Ping())
-        self.receive(Pong)
+        while self._unanswered:
+            self.receive(Pong)
+            self._unanswered -= 1
 
     @abc.abstractmethod
     def send_frames(self, frames: Sequence[bytes]) -> None:

@@ -21,7 +21,6 @@ from kvferry.control.messages import (
     KVOpen,
     KVRequest,
     Ping,
-    Pong,
     Touched,
 )
 from kvferry.control.zmq_decode import DecodeManager
@@ -138,7 +137,7 @@ _TWICE = [
     Intruder("accept later", "committed", lambda t: t.accept(), _DUPLICATE),
     Intruder("chunk", "committed", lambda t: t.first(), _DUPLICATE),
     Intruder("welcome", "opened", lambda t: t.owner.welcome(), _UNEXPECTED),
-    Intruder("ping", "committed", lambda t: Ping(), answer=Pong),
+    Intruder("ping", "committed", lambda t: Ping()),
 ]
 _EARLY = [Intruder("accept", "opened", lambda t: t.accept(), _DUPLICATE)]
 _LATE = [

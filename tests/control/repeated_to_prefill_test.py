@@ -26,7 +26,6 @@ from kvferry.control.messages import (
     KVOpen,
     KVRequest,
     Ping,
-    Pong,
     Refused,
     Touched,
 )
@@ -166,7 +165,7 @@ _TWICE = [
     Intruder("canary done", "greeted", lambda t: t.canary(), _UNEXPECTED),
     Intruder("hello", "greeted", lambda t: Hello(instance=t.owner.instance), _DUPLICATE),
     Intruder("hello later", "announced", lambda t: Hello(instance=t.owner.instance), _DUPLICATE),
-    Intruder("ping", "announced", lambda t: Ping(), answer=Pong),
+    Intruder("ping", "announced", lambda t: Ping()),
 ]
 _EARLY = [
     Intruder("request", "greeted", lambda t: t.request(), _UNKNOWN),
