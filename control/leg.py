@@ -11,10 +11,10 @@ import msgspec
 from kvferry.control.connection import TransferFailure, TransferTiming
 from kvferry.control.kv_poll import KVPoll, StateMachine
 from kvferry.control.messages import clip_reason
-from kvferry.control.wire import MAX_MESSAGE_BYTES
+from kvferry.control.wire import MAX_REQUEST_BYTES
 
 _MAX_TOMBSTONES = 10_000
-_EXTRA_BYTES_LIMIT = MAX_MESSAGE_BYTES // 2
+_EXTRA_BYTES_LIMIT = MAX_REQUEST_BYTES // 2
 
 
 class Leg:

@@ -8,10 +8,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.security import CurveKeys, KeyGate, endpoint, listen_error
-from kvferry.control.wire import MAX_MESSAGE_BYTES
+from kvferry.control.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 HANDSHAKE_SECONDS = 3.0
 _HIGH_WATER_MARK = 20_000
+# Of each connection; the rest waits at the other end.
+_MAX_UNREAD_REQUESTS = 1000
 _NEVER_MS = 24 * 3600 * 1000
 
 HANDSHAKE_FAILURES = {
@@ -58,7 +60,7 @@ def listen(
     host: str,
     port: int,
     keys: CurveKeys | None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_message_bytes: int = MAX_REQUEST_BYTES,
 ) -> tuple[zmq.Socket[bytes], int]:
     """Makes a ROUTER that listens, and that says so when it cannot send to a peer.
 
@@ -77,7 +79,9 @@ def listen(
         OSError: If it cannot be bound for another reason.
     """
     made = new_socket(loop, zmq.ROUTER, host)
+    # Anyone may connect here, so these bound what a busy or stuck process keeps for strangers.
     made.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    made.setsockopt(zmq.RCVHWM, _MAX_UNREAD_REQUESTS)
     made.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         if keys is not None:

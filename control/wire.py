@@ -12,6 +12,8 @@ from kvferry.control.messages import Message
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
+# What a listening socket takes, and far more than any message that is meant for one.
+MAX_REQUEST_BYTES = 1 << 20
 
 _MAGIC = b"kvf"
 _HEADER_BYTES = len(_MAGIC) + 1

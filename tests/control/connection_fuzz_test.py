@@ -346,7 +346,7 @@ def _play_prefill(both: Pair, instances: Sequence[Instance], steps: Sequence[Ste
 _PREFILL_STEPS = (*Prefill.MESSAGES, *Prefill.OWN, "broken")
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(steps_of(_PREFILL_STEPS, 60))
 def test_decode_servers_say_anything(
     both: Pair, instances: list[Instance], steps: list[Step]
