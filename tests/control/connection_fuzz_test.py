@@ -101,7 +101,7 @@ class Prefill:
             "announce": lambda: Announce(instance_id="i", rooms=[room]),
             "welcome": lambda: Welcome(instance=self._manager.instance, canary_key=number),
             "ping": Ping,
-            "pong": Pong,
+            "pong": lambda: Pong(timeout_seconds=1.0 + number),
         }
         return told[step.name]() if step.name in told else None
 
@@ -225,7 +225,7 @@ class Decode:
             "open": lambda: KVOpen(room=room, transfer_id=transfer_id, generation=number),
             "done": lambda: KVChunkDone(room=room, transfer_id=transfer_id, sequence=number),
             "ping": Ping,
-            "pong": Pong,
+            "pong": lambda: Pong(timeout_seconds=1.0 + number),
         }
         return told[step.name]() if step.name in told else None
 
