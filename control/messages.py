@@ -11,7 +11,7 @@ Who sends what (D: decode server, P: prefill server, B: bootstrap server):
 * D to B: Lookup. B to D: LookupReply.
 * D to P: Hello, CanaryDone, KVOpen, KVRequest, KVChunkDone, KVAbort, Touched.
 * P to D: Welcome, HelloWanted, KVAccept, KVChunk, KVFailed, Touched.
-* Whoever has connected: Ping. Whoever listens: Pong. Both: Refused.
+* Whoever has connected: Ping, to stay connected. Anyone: Pong, in answer; Refused.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias

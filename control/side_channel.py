@@ -240,7 +240,7 @@ class ClientChannel:
         tally: Gets the totals of ignored messages.
         options: See `ChannelOptions`.
         on_up: Called once when the connection stands.
-        on_message: Called with each message but Pong.
+        on_message: Called with each message but Ping and Pong.
         on_down: Called once with the reason when the connection is gone; never after `close`.
     """
 
@@ -364,6 +364,8 @@ class ClientChannel:
             match message:
                 case Pong(timeout_seconds=timeout_seconds):
                     self._suit(timeout_seconds)
+                case Ping():
+                    self.send(Pong(timeout_seconds=self._options.peer_timeout_seconds))
                 case _:
                     self._on_message(message)
 

@@ -7,6 +7,7 @@ right bytes, and nothing is left over. The prefill server is written by hand, th
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from kvferry.control.connection import KVReceiver
@@ -126,9 +127,10 @@ def _transfer(both: Pair) -> Iterator[Transfer]:
 
 
 _OTHER_ID, _OTHER_GENERATION = 1, 1 << 52
-_UNKNOWN, _DUPLICATE, _UNEXPECTED, _STALE = (
+_UNKNOWN, _DUPLICATE, _TOO_EARLY, _UNEXPECTED, _STALE = (
     "unknown_transfer",
     "duplicate",
+    "early",
     "unexpected",
     "stale_generation",
 )
@@ -139,7 +141,11 @@ _TWICE = [
     Intruder("welcome", "opened", lambda t: t.owner.welcome(), _UNEXPECTED),
     Intruder("ping", "committed", lambda t: Ping()),
 ]
-_EARLY = [Intruder("accept", "opened", lambda t: t.accept(), _DUPLICATE)]
+_EARLY = [
+    Intruder("accept", "opened", lambda t: t.accept(), _TOO_EARLY),
+    Intruder("chunk before request", "opened", lambda t: t.first(), _TOO_EARLY),
+    Intruder("chunk before accept", "requested", lambda t: t.first(), _TOO_EARLY),
+]
 _LATE = [
     Intruder("accept", "over", lambda t: t.accept(), _UNKNOWN),
     Intruder("chunk", "over", lambda t: t.last(), _UNKNOWN),
@@ -216,8 +222,6 @@ def test_a_failure_twice(transfer: Transfer, last: str) -> None:
 
 
 _OUT_OF_PLACE: dict[str, tuple[str, Callable[[Transfer], KVChunk], str]] = {
-    "before the request": ("opened", lambda t: t.first(), "before the request was accepted"),
-    "before it was accepted": ("requested", lambda t: t.first(), "before the request was accepted"),
     "with a gap before it": ("accepted", lambda t: t.last(), "chunk 1 instead of 0"),
     "of other pages": (
         "committed",
@@ -228,6 +232,26 @@ _OUT_OF_PLACE: dict[str, tuple[str, Callable[[Transfer], KVChunk], str]] = {
         "committed",
         lambda t: t.owner.chunk(t.transfer_id, 1, 2, [2, 3, 4, 5], metadata()),
         "pages up to 6 where 5 were wanted",
+    ),
+    "of too few pages": (
+        "committed",
+        lambda t: t.owner.chunk(t.transfer_id, 1, 2, [2, 3], metadata()),
+        "pages up to 4 where 5 were wanted in all",
+    ),
+    "without pages": (
+        "committed",
+        lambda t: t.owner.chunk(t.transfer_id, 1, 2, []),
+        "chunk 1 without pages",
+    ),
+    "with metadata before the last": (
+        "committed",
+        lambda t: msgspec.structs.replace(t.last(), last=False),
+        "metadata before the last chunk",
+    ),
+    "without metadata although the last": (
+        "committed",
+        lambda t: msgspec.structs.replace(t.last(), metadata=None),
+        "a last chunk without metadata",
     ),
 }
 

@@ -150,9 +150,10 @@ def _transfer(both: Pair) -> Iterator[Transfer]:
     assert made.manager.failure is None
 
 
-_UNKNOWN, _DUPLICATE, _UNEXPECTED, _STALE = (
+_UNKNOWN, _DUPLICATE, _TOO_EARLY, _UNEXPECTED, _STALE = (
     "unknown_transfer",
     "duplicate",
+    "early",
     "unexpected",
     "stale_generation",
 )
@@ -170,9 +171,9 @@ _TWICE = [
 _EARLY = [
     Intruder("request", "greeted", lambda t: t.request(), _UNKNOWN),
     Intruder("chunk done before open", "greeted", lambda t: t.done(0), _UNKNOWN),
-    Intruder("chunk done before request", "opened", lambda t: t.done(0), _DUPLICATE),
-    Intruder("chunk done before chunk", "requested", lambda t: t.done(0), _DUPLICATE),
-    Intruder("chunk done of the next", "announced", lambda t: t.done(1), _DUPLICATE),
+    Intruder("chunk done before request", "opened", lambda t: t.done(0), _TOO_EARLY),
+    Intruder("chunk done before chunk", "requested", lambda t: t.done(0), _TOO_EARLY),
+    Intruder("chunk done of the next", "announced", lambda t: t.done(1), _TOO_EARLY),
 ]
 _LATE = [
     Intruder("request", "over", lambda t: t.request(), _UNKNOWN),
