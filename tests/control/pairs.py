@@ -130,6 +130,7 @@ class Pair:
     decode: Side
     network: FakeNetwork
     rooms: Iterator[int]
+    host: str
 
     def open(self, num_pages: int = 5, *, request: bool = True) -> tuple[KVSender, KVReceiver]:
         """Opens both legs of a new room; D's pages are the last ones of its pool."""
@@ -141,7 +142,7 @@ class Pair:
         return sender, receiver
 
     def receiver(self, room: int) -> KVReceiver:
-        return self.decode.manager.open_receiver("127.0.0.1", self.bootstrap.port, room)
+        return self.decode.manager.open_receiver(self.host, self.bootstrap.port, room)
 
     def reserved(self, num_pages: int) -> list[int]:
         return list(range(63, 63 - num_pages, -1))
@@ -210,14 +211,18 @@ def pair(
     layouts: tuple[KVLayout, KVLayout] = (LAYOUT, LAYOUT),
     engines: tuple[TransferEngine, TransferEngine] | None = None,
     wrap: Callable[[KVPages], KVPages] = lambda pages: pages,
+    host: str = "127.0.0.1",
 ) -> Iterator[Pair]:
     """Runs a pair; afterwards everything is stopped."""
     network = FakeNetwork()
-    bootstrap = ZmqBootstrapServer("127.0.0.1", 0, options=prefill.channel_options())
+    bootstrap = ZmqBootstrapServer(host, 0, options=prefill.channel_options())
     with contextlib.ExitStack() as stack:
         bootstrap.start()
         stack.callback(bootstrap.stop)
-        prefill = dataclasses.replace(prefill, bootstrap_port=bootstrap.port)
+        prefill = dataclasses.replace(
+            prefill, host=host, bootstrap_host=host, bootstrap_port=bootstrap.port
+        )
+        decode = dataclasses.replace(decode, host=host)
         sides: list[Side] = []
         for index, (role, options) in enumerate((("prefill", prefill), ("decode", decode))):
             if engines is not None:
@@ -225,7 +230,7 @@ def pair(
             elif engine == "fake":
                 made = FakeEngine(EngineOptions(), network)
             else:
-                made = create_engine(engine, EngineOptions(channels=2))
+                made = create_engine(engine, EngineOptions(channels=2, host=host))
             pool, events = Pool(seed=1 if role == "prefill" else None), Events()
             manager = create_manager(
                 "prefill" if role == "prefill" else "decode",
@@ -238,4 +243,4 @@ def pair(
             manager.start()
             stack.callback(manager.stop)
             sides.append(Side(manager, pool, events, made))
-        yield Pair(bootstrap, sides[0], sides[1], network, itertools.count(1))
+        yield Pair(bootstrap, sides[0], sides[1], network, itertools.count(1), host)
