@@ -31,7 +31,7 @@ from kvferry.control.messages import (
     Retract,
     Withdraw,
 )
-from kvferry.control.registry import InstanceRegistry
+from kvferry.control.room_registry import InstanceRegistry
 from kvferry.control.security import host_port
 from kvferry.control.side_channel import ChannelOptions, ServerChannel
 from kvferry.control.tally import Tally

@@ -9,7 +9,7 @@ import numpy as np
 from jaxlib import xla_client
 
 from kvferry.control.engines.base import Spec, sharding_of
-from kvferry.control.engines.tcp_frames import Bytes, offsets
+from kvferry.control.engines.frames import Bytes, offsets
 
 
 def sizes_of(arrays: Sequence[Spec] | Sequence[jax.Array]) -> list[int]:
@@ -18,7 +18,7 @@ def sizes_of(arrays: Sequence[Spec] | Sequence[jax.Array]) -> list[int]:
 
 
 def total_bytes(arrays: Sequence[Spec] | Sequence[jax.Array]) -> int:
-    """Returns the bytes of arrays that lie one after the other as in `tcp_frames.offsets`."""
+    """Returns the bytes of arrays that lie one after the other as in `frames.offsets`."""
     return offsets(sizes_of(arrays))[1]
 
 
@@ -26,7 +26,7 @@ def arrays_in(memory: Bytes, specs: Sequence[Spec]) -> list[jax.Array]:
     """Hands host memory to JAX; on CPU the arrays are that memory and no copy of it.
 
     Args:
-        memory: 1-D, uint8, at a multiple of 64 bytes, holding arrays as in `tcp_frames.offsets`.
+        memory: 1-D, uint8, at a multiple of 64 bytes, holding arrays as in `frames.offsets`.
         specs: The arrays.
 
     Returns:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from kvferry.control.engines.base import Pull, Spec, TransferError, TransferTimeoutError
+from kvferry.control.engines.frames import Bytes
 from kvferry.control.engines.host_arrays import arrays_in
-from kvferry.control.engines.tcp_frames import Bytes
 
 
 class PendingPull(Pull):

@@ -18,7 +18,7 @@ import jax
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import Spec
-from kvferry.control.engines.tcp_frames import FrameError, tag_of
+from kvferry.control.engines.frames import FrameError, tag_of
 from kvferry.control.workers import WorkerPool
 
 _SWEEP_SECONDS = 0.2

@@ -19,13 +19,13 @@ import numpy as np
 
 from kvferry.control.engines.base import EngineOptions, EngineStartError, Spec, TransferError
 from kvferry.control.engines.copy_crew import Copy, CopyCrew
+from kvferry.control.engines.frames import Bytes, offsets
 from kvferry.control.engines.host_arrays import as_bytes, host_parts, sizes_of, total_bytes
 from kvferry.control.engines.loop_engine import LoopEngine
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.engines.shm_peers import ShmSource, ShmTarget
 from kvferry.control.engines.shm_segments import Segment, SegmentPool
-from kvferry.control.engines.tcp_frames import Bytes, offsets
 
 _CAPACITY_BYTES = 2 << 30
 _PIECE_BYTES = 4 << 20

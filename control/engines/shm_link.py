@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvferry.control.control_loop import ControlLoop
-from kvferry.control.engines.tcp_frames import FrameError
+from kvferry.control.engines.frames import FrameError
 
 _PREFIX = "kvferry-shm-"
 _ADDRESS = re.compile(r"kvferry-shm-[0-9a-f]{32}")
@@ -37,7 +37,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """D asks for a publication; see `tcp_frames` for tag, proof and nonce."""
+    """D asks for a publication; see `frames` for tag, proof and nonce."""
 
     pull: int
     tag: bytes

@@ -15,6 +15,15 @@ from collections.abc import Callable
 from absl import logging
 
 from kvferry.control.control_loop import ControlLoop
+from kvferry.control.engines.frames import (
+    CHALLENGE_BYTES,
+    NONCE_BYTES,
+    FrameError,
+    Request,
+    is_proven,
+    prove,
+    tag_of,
+)
 from kvferry.control.engines.host_arrays import total_bytes
 from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
@@ -32,15 +41,6 @@ from kvferry.control.engines.shm_link import (
     listen,
 )
 from kvferry.control.engines.shm_segments import Mapping, Segment, SegmentPool
-from kvferry.control.engines.tcp_frames import (
-    CHALLENGE_BYTES,
-    NONCE_BYTES,
-    FrameError,
-    Request,
-    is_proven,
-    prove,
-    tag_of,
-)
 
 _MAX_CONNECTIONS = 256
 _PAUSE_SECONDS = 0.1

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.control.engines.tcp_frames import Bytes, FrameError
+from kvferry.control.engines.frames import Bytes, FrameError
 from kvferry.control.engines.windows import open_window
 
 _GRAIN_BYTES = 64 << 10

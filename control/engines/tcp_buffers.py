@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from kvferry.control.engines.tcp_frames import Bytes
+from kvferry.control.engines.frames import Bytes
 from kvferry.control.engines.windows import open_window
 
 _GRAIN_BYTES = 64 << 10

@@ -21,10 +21,7 @@ from kvferry.control.engines.base import (
     TransferEngine,
     TransferError,
 )
-from kvferry.control.engines.publications import check_publishable
-from kvferry.control.engines.registry import transfer_engine
-from kvferry.control.engines.tcp_buffers import BufferPool
-from kvferry.control.engines.tcp_frames import (
+from kvferry.control.engines.frames import (
     CHALLENGE_BYTES,
     Grant,
     pack_request,
@@ -33,6 +30,9 @@ from kvferry.control.engines.tcp_frames import (
     receive_part,
     set_timeouts,
 )
+from kvferry.control.engines.publications import check_publishable
+from kvferry.control.engines.registry import transfer_engine
+from kvferry.control.engines.tcp_buffers import BufferPool
 from kvferry.control.engines.tcp_pull import GivenUp, TcpPull
 from kvferry.control.engines.tcp_server import TcpServer
 from kvferry.control.security import PortInUseError, check_advertise, host_port, listen_error

@@ -14,9 +14,7 @@ from typing import TypeAlias
 import jax
 
 from kvferry.control.engines.base import Spec
-from kvferry.control.engines.host_arrays import are_in, arrays_in, on_one_cpu_device, total_bytes
-from kvferry.control.engines.pending import PendingPull
-from kvferry.control.engines.tcp_frames import (
+from kvferry.control.engines.frames import (
     END_BYTES,
     GRANT_HEAD_BYTES,
     NONCE_BYTES,
@@ -28,6 +26,8 @@ from kvferry.control.engines.tcp_frames import (
     leaves_of,
     unpack_grant,
 )
+from kvferry.control.engines.host_arrays import are_in, arrays_in, on_one_cpu_device, total_bytes
+from kvferry.control.engines.pending import PendingPull
 
 _STREAM_BYTES = 8 << 20
 # A wait this long may be overrun by the receive limit of a connection, which is as short.
@@ -55,7 +55,7 @@ class TcpPull(PendingPull):
         seconds: Time until it fails.
 
     Attributes:
-        num_bytes: Of all arrays, laid out as in `tcp_frames.offsets`.
+        num_bytes: Of all arrays, laid out as in `frames.offsets`.
         memory: Where they go; to be set before anything is received.
     """
 

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 import jax
 from absl import logging
 
-from kvferry.control.engines.host_arrays import as_bytes
-from kvferry.control.engines.publications import GONE, PULLED_BEFORE
-from kvferry.control.engines.tcp_frames import (
+from kvferry.control.engines.frames import (
     CHALLENGE_BYTES,
     Bytes,
     FrameError,
@@ -36,6 +34,8 @@ from kvferry.control.engines.tcp_frames import (
     set_timeouts,
     tag_of,
 )
+from kvferry.control.engines.host_arrays import as_bytes
+from kvferry.control.engines.publications import GONE, PULLED_BEFORE
 from kvferry.control.thread_boundary import GuardedThread
 
 _MAX_CONNECTIONS = 1024

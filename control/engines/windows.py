@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.control.engines.tcp_frames import Bytes
+from kvferry.control.engines.frames import Bytes
 
 
 class _Window:

@@ -16,11 +16,11 @@ import jax
 import zmq
 
 from kvferry.control.engines.base import EngineOptions, EngineStartError, Spec
+from kvferry.control.engines.frames import Bytes
 from kvferry.control.engines.host_arrays import as_bytes, total_bytes
 from kvferry.control.engines.loop_engine import LoopEngine
 from kvferry.control.engines.registry import transfer_engine
 from kvferry.control.engines.tcp_buffers import BufferPool
-from kvferry.control.engines.tcp_frames import Bytes
 from kvferry.control.engines.zmq_peers import ZmqPull, ZmqSource, ZmqTarget
 from kvferry.control.security import PortInUseError, check_advertise, check_bind, host_port
 

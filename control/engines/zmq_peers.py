@@ -18,11 +18,11 @@ from absl import logging
 
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import Spec
+from kvferry.control.engines.frames import Bytes, FrameError, offsets, stream_parts, tag_of
 from kvferry.control.engines.host_arrays import sizes_of
 from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
-from kvferry.control.engines.tcp_frames import Bytes, FrameError, offsets, stream_parts, tag_of
 from kvferry.control.security import CurveKeys, endpoint
 from kvferry.control.sockets import (
     DOWN_EVENTS,

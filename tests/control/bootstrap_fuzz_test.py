@@ -29,7 +29,7 @@ from kvferry.control.messages import (
 from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.wire import decode, encode
 from kvferry.tests.control.pairs import wait_until
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 
 _NAMES = ("a", "b", "c")
 _GENERATIONS = range(3)

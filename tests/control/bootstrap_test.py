@@ -23,7 +23,7 @@ from kvferry.control.tally import Tally
 from kvferry.control.wire import encode
 from kvferry.control.workers import WorkerPool
 from kvferry.tests.control.pairs import wait_until
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 
 OPTIONS = ChannelOptions(peer_timeout_seconds=0.6)
 

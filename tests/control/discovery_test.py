@@ -15,7 +15,7 @@ from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.workers import WorkerPool
 from kvferry.tests.control.bootstrap_test import Answer, Clients
 from kvferry.tests.control.pairs import wait_until
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 
 
 class Names:

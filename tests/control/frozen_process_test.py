@@ -12,7 +12,7 @@ from kvferry.control.messages import Register
 from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.wire import encode
 from kvferry.tests.control.pairs import QUICK, fails, pair, wait_until
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 
 
 def test_a_lease_does_not_run_out_while_the_bootstrap_server_itself_is_stopped() -> None:

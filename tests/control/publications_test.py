@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from kvferry.control.control_loop import ControlLoop
+from kvferry.control.engines.frames import FrameError, tag_of
 from kvferry.control.engines.publications import Publication, Publications, describe, fingerprint
-from kvferry.control.engines.tcp_frames import FrameError, tag_of
 from kvferry.control.workers import WorkerPool
 from kvferry.tests.control.pairs import wait_until
 

@@ -17,7 +17,7 @@ from kvferry.control.wire import decode, encode
 from kvferry.control.zmq_connection import ControlOptions, create_manager
 from kvferry.tests.control.bootstrap_test import OPTIONS, Clients
 from kvferry.tests.control.pairs import LAYOUT, Pool, wait_until
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 
 NAME = "bootstrap.example"
 

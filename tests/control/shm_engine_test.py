@@ -20,11 +20,11 @@ import pytest
 
 from kvferry.control.engines import shm_link
 from kvferry.control.engines.base import EngineOptions, EngineStartError, TransferError
+from kvferry.control.engines.frames import NONCE_BYTES, prove, tag_of
 from kvferry.control.engines.publications import fingerprint
 from kvferry.control.engines.shm_engine import ShmEngine
 from kvferry.control.engines.shm_link import Ask, Challenge, Forget, Free, Grant, Packet
 from kvferry.control.engines.shm_segments import Segment
-from kvferry.control.engines.tcp_frames import NONCE_BYTES, prove, tag_of
 from kvferry.tests.control.engine_ends import IDS, Ends, random_array, same_bytes, specs_of
 from kvferry.tests.control.engine_process import engine_process
 from kvferry.tests.control.pairs import wait_until

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvferry.control.engines import shm_segments
+from kvferry.control.engines.frames import FrameError
 from kvferry.control.engines.shm_segments import Mapping, Segment, SegmentPool
-from kvferry.control.engines.tcp_frames import FrameError
 
 MIB = 1 << 20
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from kvferry.control.engines import tcp_frames, tcp_pull, tcp_server
+from kvferry.control.engines import frames, tcp_pull, tcp_server
 from kvferry.control.engines.base import EngineOptions, EngineStartError, TransferError
-from kvferry.control.engines.tcp_engine import TcpEngine
-from kvferry.control.engines.tcp_frames import (
+from kvferry.control.engines.frames import (
     CHALLENGE_BYTES,
     NONCE_BYTES,
     Grant,
@@ -29,6 +28,7 @@ from kvferry.control.engines.tcp_frames import (
     stream_parts,
     tag_of,
 )
+from kvferry.control.engines.tcp_engine import TcpEngine
 from kvferry.control.engines.tcp_pull import TcpPull
 from kvferry.control.ids import IdSource
 from kvferry.control.security import PortInUseError
@@ -156,7 +156,7 @@ def test_rubbish_on_the_port_does_no_harm(
 def test_a_stream_that_ends_elsewhere_is_noticed(
     source: TcpEngine, target: TcpEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tcp_frames.send_parts
+    real = frames.send_parts
 
     def shift(peer, head, arrays, index, count):  # type: ignore[no-untyped-def]
         real(peer, head + bytes(8), arrays, index, count)
@@ -414,9 +414,9 @@ def test_what_is_sent_is_what_is_received(sizes: list[int], count: int) -> None:
     for index in range(count):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            tcp_frames.send_parts(ours, b"head", arrays, index, count)
+            frames.send_parts(ours, b"head", arrays, index, count)
             assert theirs.recv(4) == b"head"
-            tcp_frames.receive_part(theirs, memory, index, count, lambda received: None)
+            frames.receive_part(theirs, memory, index, count, lambda received: None)
     for array, start in zip(arrays, starts, strict=True):
         np.testing.assert_array_equal(memory[start : start + array.size], array)
 
@@ -431,7 +431,7 @@ def test_partly_sent_pieces_are_sent_on() -> None:
             sent.extend(b"".join(pieces)[:9])
             return min(9, sum(map(len, pieces)))
 
-    tcp_frames.send_views(Slow(), views)  # type: ignore[arg-type]
+    frames.send_views(Slow(), views)  # type: ignore[arg-type]
     assert bytes(sent) == b"".join(views)
 
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvferry.control.engines import tcp_frames, tcp_server
+from kvferry.control.engines import frames, tcp_server
 from kvferry.control.engines.base import EngineOptions, TransferError
-from kvferry.control.engines.tcp_engine import TcpEngine
-from kvferry.control.engines.tcp_frames import (
+from kvferry.control.engines.frames import (
     CHALLENGE_BYTES,
     NONCE_BYTES,
     Request,
@@ -26,6 +25,7 @@ from kvferry.control.engines.tcp_frames import (
     read_grant,
     tag_of,
 )
+from kvferry.control.engines.tcp_engine import TcpEngine
 from kvferry.tests.control.pairs import wait_until
 
 _KEY = 0x1234_5678_9ABC
@@ -261,5 +261,5 @@ def test_a_grant_is_bounded_before_it_is_read() -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(b"\xff\xff\xff\xff")
-        with pytest.raises(tcp_frames.FrameError, match="grant of 4294967295 bytes"):
+        with pytest.raises(frames.FrameError, match="grant of 4294967295 bytes"):
             read_grant(right, lambda received: None)

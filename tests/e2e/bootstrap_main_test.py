@@ -13,7 +13,7 @@ from kvferry.control.wire import decode, encode
 from kvferry.demo.ports import PortPicker
 from kvferry.demo.processes import Processes, answers_200
 from kvferry.demo.stack import Server, Stack, get_json
-from kvferry.tests.control.registry_test import instance
+from kvferry.tests.control.room_registry_test import instance
 from kvferry.tests.e2e.serving import TINY_FLAGS, generate, wait_at_rest, wait_for
 
 _PORT_FLAG = "--bootstrap_port"

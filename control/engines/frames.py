@@ -11,6 +11,8 @@ All arrays of a publication lie one after the other, each at a multiple of 64 by
 receiver can hand them to JAX without a copy; stream i of n carries the i-th part of that, gaps
 included, so that it is received in as few calls as possible.
 
+The shm and zmq engines use the same names, proofs and placement of arrays.
+
 There is no checksum here: TCP has one, and one that sees more than the way between two sockets is
 computed over the pages themselves (verified_pages.py).
 """

@@ -6,7 +6,7 @@ import hypothesis
 from hypothesis import strategies
 
 from kvferry.control.messages import EngineInfo, Instance
-from kvferry.control.registry import InstanceRegistry
+from kvferry.control.room_registry import InstanceRegistry
 from kvferry.tests.control.pairs import LAYOUT
 
 
