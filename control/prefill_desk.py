@@ -120,8 +120,9 @@ class PrefillDesk:
             self._channel.send(peer, Refused(reason=clip_reason(str(error)), status=500))
             return
         previous = self._connection_of.get(instance.instance_id)
-        if previous == peer:
-            self._manager.tally.add("ignored_duplicate")
+        if peer in self._peers:  # A connection is one decode server for good.
+            kind = "ignored_duplicate" if previous == peer else "ignored_unexpected"
+            self._manager.tally.add(kind)
             return
         if previous is not None:
             self._drop(previous, "the decode server has connected anew")

@@ -91,7 +91,7 @@ class Prefill:
             "abort": lambda: KVAbort(room=room, transfer_id=transfer_id, reason="x", status=400),
             "touched": lambda: Touched(transfer_ids=[transfer_id] * number),
             "canary": lambda: CanaryDone(canary_key=self._peers[number % 3].canary_key),
-            "hello": lambda: Hello(instance=self._instances[step.who]),
+            "hello": lambda: Hello(instance=self._instances[number % 3]),
             "hello of another": lambda: Hello(
                 instance=msgspec.structs.replace(self._instances[0], role="prefill")
             ),

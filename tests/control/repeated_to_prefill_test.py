@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+import msgspec
 import pytest
 
 from kvferry.control.connection import KVSender
@@ -18,6 +19,7 @@ from kvferry.control.messages import (
     CanaryDone,
     Hello,
     HelloWanted,
+    Instance,
     KVAbort,
     KVAccept,
     KVChunk,
@@ -157,6 +159,12 @@ _UNKNOWN, _DUPLICATE, _TOO_EARLY, _UNEXPECTED, _STALE = (
     "unexpected",
     "stale_generation",
 )
+
+
+def _renamed(transfer: Transfer) -> Instance:
+    return msgspec.structs.replace(transfer.owner.instance, instance_id="another")
+
+
 _TWICE = [
     Intruder("open", "opened", lambda t: t.opening(), _DUPLICATE),
     Intruder("open later", "announced", lambda t: t.opening(), _DUPLICATE),
@@ -193,6 +201,9 @@ _FOR_ANOTHER_PROCESS = [
     Intruder("failed", "announced", lambda t: KVFailed(transfer_id=1, reason="", status=503),
              _UNEXPECTED),
     Intruder("announce", "announced", lambda t: Announce(instance_id="i", rooms=[1]), _UNEXPECTED),
+    Intruder("hello as another", "announced", lambda t: Hello(instance=t.other.instance),
+             _UNEXPECTED),
+    Intruder("hello as a new one", "announced", lambda t: Hello(instance=_renamed(t)), _UNEXPECTED),
     Intruder("hello of the wrong role", "announced", lambda t: Hello(instance=t.manager.instance),
              answer=Refused),
 ]  # fmt: skip
