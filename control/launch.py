@@ -26,7 +26,7 @@ from kvferry.control.engines.staging import StagingEngine
 from kvferry.control.flags import Mode, ServerOptions, read_options
 from kvferry.control.keys import read_keys
 from kvferry.control.kv_layout import KVLayout
-from kvferry.control.pair_service import Pair, make_service
+from kvferry.control.launch_service import Pair, make_service
 from kvferry.control.prefill import PrefillScheduler
 from kvferry.control.progress import CompileProgress
 from kvferry.control.security import (

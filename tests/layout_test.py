@@ -17,7 +17,9 @@ _LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 _OUTSIDE = ("bench", "examples", "tests", "tools", "docs")
 _ROOMS = ("kernels", "control", "engine", "server", "demo")
 # Where disaggregation meets scheduling, and the programs: these may import everything.
-_EVERYWHERE = re.compile(r"kvferry\.control\.(prefill|decode|\w+_main|flags|launch)$")
+_EVERYWHERE = re.compile(
+    r"kvferry\.control\.(prefill|decode|\w+_main|flags|launch|launch_service)$"
+)
 _MAY_IMPORT = {
     "kernels": set[str](),
     "control": {"kernels"},
