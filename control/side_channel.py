@@ -2,10 +2,9 @@
 """Typed messages over ZMQ: a ROUTER that listens, and DEALERs that connect to it.
 
 Application code sees messages and peers, never sockets or frames. Bytes that are not a message are
-counted and ignored. Both ends watch each other: the connecting end pings, often enough for the less
-patient of the two, and either end that hears nothing for its peer timeout gives the other up and
-says so, which tells a peer that is only half cut off. The connecting end also sees a closed or
-refused connection at once, through the socket's monitor.
+counted and ignored. Both ends watch each other: the connecting end pings often enough for the less
+patient of the two, and an end that hears nothing for its peer timeout gives the other up and says
+so, for a peer that is only half cut off. The connecting end sees a lost connection at once.
 
 With keys (`CurveKeys`) both ends must have the same ones. A handshake that fails is logged by the
 listening end and told to the users of the connecting end.
@@ -22,6 +21,7 @@ import zmq
 from absl import logging
 
 from kvferry.control.control_loop import ControlLoop, Timer
+from kvferry.control.flood_watch import FloodWatch
 from kvferry.control.messages import MAX_SECONDS, Message, Ping, Pong, Refused
 from kvferry.control.security import (
     CurveKeys,
@@ -39,6 +39,7 @@ from kvferry.control.sockets import (
     listen,
     new_socket,
     next_event,
+    next_event_value,
 )
 from kvferry.control.tally import Tally
 from kvferry.control.wire import MessageError, decode, encode
@@ -136,6 +137,7 @@ class ServerChannel:
         self._peers: SilenceWatch[bytes] = SilenceWatch(
             loop, options.peer_timeout_seconds, lambda peer: on_lost(peer, silence)
         )
+        self._floods = FloodWatch(loop, tally)
         self._quiet_until = 0.0
 
     @property
@@ -162,8 +164,9 @@ class ServerChannel:
         made, bound = listen(self._loop, host, port, self._options.keys)
         self._socket = made
         self._loop.watch(made, self._receive)
-        self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES))
+        self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED)
         self._loop.watch(self._monitor, self._see_failures)
+        self._floods.watch(made)
         return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
@@ -181,6 +184,7 @@ class ServerChannel:
 
     def close(self, linger_seconds: float = _GOODBYE_SECONDS) -> None:
         """Closes the socket after sending what is queued, for a bounded time. Loop thread only."""
+        self._floods.close()
         if self._socket is not None:
             close_socket(self._loop, self._socket, self._monitor, linger_seconds)
             self._socket = None
@@ -191,10 +195,11 @@ class ServerChannel:
             if self._socket is None:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(frames)
+            self._floods.heard(frames[-1])
+            self._take([frame.bytes for frame in frames])
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
@@ -220,7 +225,10 @@ class ServerChannel:
                 self._on_message(peer, message)
 
     def _see_failures(self) -> None:
-        while self._socket is not None and (event := next_event(self._monitor)) is not None:
+        while self._socket is not None and (seen := next_event_value(self._monitor)) is not None:
+            event, value = seen
+            if event == zmq.EVENT_ACCEPTED:
+                self._floods.accepted(value)
             if event not in HANDSHAKE_FAILURES:
                 continue
             self._tally.add("refused_handshakes")

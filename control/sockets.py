@@ -13,7 +13,7 @@ from kvferry.control.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 HANDSHAKE_SECONDS = 3.0
 _HIGH_WATER_MARK = 20_000
 # Of each connection; the rest waits at the other end.
-_MAX_UNREAD_REQUESTS = 1000
+MAX_UNREAD_REQUESTS = 1000
 _NEVER_MS = 24 * 3600 * 1000
 
 HANDSHAKE_FAILURES = {
@@ -81,7 +81,7 @@ def listen(
     made = new_socket(loop, zmq.ROUTER, host)
     # Anyone may connect here, so these bound what a busy or stuck process keeps for strangers.
     made.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    made.setsockopt(zmq.RCVHWM, _MAX_UNREAD_REQUESTS)
+    made.setsockopt(zmq.RCVHWM, MAX_UNREAD_REQUESTS)
     made.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         if keys is not None:
@@ -113,10 +113,17 @@ def secure_server(loop: ControlLoop, target: zmq.Socket[bytes], keys: CurveKeys)
 
 def next_event(monitor: Any) -> zmq.Event | None:
     """Returns what a monitor has seen next, a `zmq.EVENT_...`, or None."""
+    seen = next_event_value(monitor)
+    return None if seen is None else seen[0]
+
+
+def next_event_value(monitor: Any) -> tuple[zmq.Event, int] | None:
+    """Returns what a monitor has seen next, with its value, or None."""
     try:
-        return zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
+        seen = recv_monitor_message(monitor, zmq.NOBLOCK)
     except zmq.Again:
         return None
+    return zmq.Event(seen["event"]), int(seen["value"])
 
 
 def close_socket(

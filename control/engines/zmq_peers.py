@@ -23,6 +23,7 @@ from kvferry.control.engines.host_arrays import sizes_of
 from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
+from kvferry.control.flood_watch import FloodWatch
 from kvferry.control.security import CurveKeys, endpoint
 from kvferry.control.sockets import (
     DOWN_EVENTS,
@@ -32,7 +33,9 @@ from kvferry.control.sockets import (
     listen,
     new_socket,
     next_event,
+    next_event_value,
 )
+from kvferry.control.tally import Tally
 
 _PIECE_BYTES = 4 << 20
 _WINDOW = 4
@@ -99,25 +102,37 @@ class ZmqSource:
         self._publications = publications
         self._keys = keys
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: Any = None
+        self._floods = FloodWatch(loop, Tally())
         self._serving: dict[bytes, _Serving] = {}
 
     def open(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises as `sockets.listen` does."""
-        self._socket, port = listen(self._loop, host, port, self._keys, _MAX_ASK_BYTES)
-        self._loop.watch(self._socket, self._receive)
+        made, port = listen(self._loop, host, port, self._keys, _MAX_ASK_BYTES)
+        self._socket = made
+        self._loop.watch(made, self._receive)
+        self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._loop.watch(self._monitor, self._see_accepted)
+        self._floods.watch(made)
         return port
 
     def forget(self, key: int) -> None:
         """Ends the pull of a publication that is no more."""
         self._serving.pop(tag_of(key), None)
 
+    def _see_accepted(self) -> None:
+        while (seen := next_event_value(self._monitor)) is not None:
+            self._floods.accepted(seen[1])
+
     def _receive(self) -> None:
         assert self._socket is not None
         for _ in range(_MESSAGES_PER_WAKE):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._floods.heard(received[-1])
+            frames = [each.bytes for each in received]
             try:
                 peer, frame = frames
                 self._take(peer, _ASK_DECODER.decode(frame))
