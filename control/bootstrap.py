@@ -16,7 +16,6 @@ from absl import logging
 
 from kvferry.control.connection import KVBootstrapServer
 from kvferry.control.control_loop import ControlLoop, Timer
-from kvferry.control.ids import new_instance_id
 from kvferry.control.messages import (
     Announce,
     Heartbeat,
@@ -73,7 +72,6 @@ class ZmqBootstrapServer(KVBootstrapServer):
         self._own_loop = loop is None
         self._loop = loop or ControlLoop("kv-bootstrap")
         self._tally = Tally()
-        self._server_id = new_instance_id()
         # A lease does not run out while this process is stopped: the heartbeats of that time are
         # read afterwards, and those of a prefill server in this very process never came.
         self._registry = InstanceRegistry(
@@ -154,7 +152,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
                 self._register(peer, instance)
             case Heartbeat(instance_id=instance_id, generation=generation):
                 known = self._registry.heartbeat(instance_id, generation)
-                self._channel.send(peer, HeartbeatAck(server_id=self._server_id, known=known))
+                self._channel.send(peer, HeartbeatAck(known=known))
             case Withdraw(instance_id=instance_id, generation=generation):
                 if self._registry.withdraw(instance_id, generation):
                     self._answer_all()
@@ -179,7 +177,7 @@ class ZmqBootstrapServer(KVBootstrapServer):
             self._channel.send(peer, Refused(reason=reason, status=503))
             return
         lease_seconds = self._registry.lease_seconds
-        self._channel.send(peer, Registered(server_id=self._server_id, lease_seconds=lease_seconds))
+        self._channel.send(peer, Registered(lease_seconds=lease_seconds))
         self._answer_all()
 
     def _look_up(self, peer: bytes, lookup: Lookup) -> None:

@@ -136,7 +136,6 @@ class Register(_Message, frozen=True):
 class Registered(_Message, frozen=True):
     """B holds the registration for `lease_seconds` after each heartbeat."""
 
-    server_id: Name
     lease_seconds: Seconds
 
 
@@ -150,7 +149,6 @@ class Heartbeat(_Message, frozen=True):
 class HeartbeatAck(_Message, frozen=True):
     """B answers a heartbeat; `known` false means: register again."""
 
-    server_id: Name
     known: bool
 
 

@@ -191,7 +191,8 @@ class LoopEngine(TransferEngine, Generic[T, P]):
 
         Raises:
             OSError: If the peer cannot be reached.
-            zmq.ZMQError: Likewise.
+            ValueError: If it must not be connected to, or nobody can have that address.
+            zmq.ZMQError: If nobody can have that address, or there are no more sockets.
         """
 
     def _start_pull(self, pull: P) -> None:
@@ -201,7 +202,7 @@ class LoopEngine(TransferEngine, Generic[T, P]):
         if connection is None:
             try:
                 connection = self._connect(pull.address)
-            except (OSError, zmq.ZMQError) as error:
+            except (OSError, ValueError, zmq.ZMQError) as error:
                 pull.fail(f"transfer engine {self.engine_name!r} cannot reach it: {error}")
                 return
             self._connections[pull.address] = connection

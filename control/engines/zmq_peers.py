@@ -24,7 +24,7 @@ from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
 from kvferry.control.flood_watch import FloodWatch
-from kvferry.control.security import CurveKeys, endpoint
+from kvferry.control.security import CurveKeys, check_connect, endpoint
 from kvferry.control.sockets import (
     DOWN_EVENTS,
     HANDSHAKE_FAILURES,
@@ -231,6 +231,7 @@ class ZmqTarget(Connection[ZmqPull]):
         on_down: See `Connection`.
 
     Raises:
+        ValueError: If that is not the address of a host, or one beyond loopback without keys.
         zmq.ZMQError: If nobody can have that address, or there are no more sockets.
     """
 
@@ -246,6 +247,7 @@ class ZmqTarget(Connection[ZmqPull]):
         self._keys = keys
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
+        check_connect(host, keys)
         self._socket = new_socket(loop, zmq.DEALER, host)
         if keys is not None:
             keys.secure_client(self._socket)

@@ -106,7 +106,7 @@ def _messages() -> strategies.SearchStrategy[Message]:
         strategies.builds(Ping),
         strategies.just(Hello(instance=instance("a"))),
         strategies.just(LookupReply(query=1, reason="x")),
-        strategies.just(Registered(server_id="s", lease_seconds=1.0)),
+        strategies.just(Registered(lease_seconds=1.0)),
     ]
     return strategies.one_of(told)
 

@@ -162,15 +162,15 @@ def test_a_lease_that_was_forgotten_is_a_short_gap(clients: Clients) -> None:
         assert "not registered yet" in str(registration.problem)
         peer, message = _next(router)
         assert isinstance(message, Register)
-        _answer(router, peer, Registered(server_id="s", lease_seconds=0.3))
+        _answer(router, peer, Registered(lease_seconds=0.3))
         wait_until(lambda: registration.registered)
         _next(router)  # The first heartbeat.
-        _answer(router, peer, HeartbeatAck(server_id="s", known=False))
+        _answer(router, peer, HeartbeatAck(known=False))
         _next(router)  # It registers again, and has no answer yet.
         assert not registration.registered and registration.problem is None
         wait_until(lambda: _answer_pings(router) and registration.problem)
         assert "it has forgotten this server" in str(registration.problem)
-        _answer(router, peer, Registered(server_id="s", lease_seconds=0.3))
+        _answer(router, peer, Registered(lease_seconds=0.3))
         wait_until(lambda: registration.problem is None)
 
 

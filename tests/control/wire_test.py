@@ -47,7 +47,6 @@ VALUES: dict[str, Any] = {
     "transfer_ids": [1, 2],
     "extra": {"limit": 3, "name": "x", "share": 0.5, "flag": True},
     "instance_id": "i" * 32,
-    "server_id": "s",
     "room": (1 << 63) - 1,
 }
 EVERY: list[Message] = [
@@ -97,8 +96,8 @@ def wrap(value: Any) -> bytes:
         wrap({"t": "KVChunkDone", "transfer_id": 1 << 53, "room": 1, "sequence": 0}),
         wrap({"t": "KVFailed", "transfer_id": 1, "reason": "x", "status": 200}),
         wrap({"t": "KVFailed", "transfer_id": 1, "reason": "x" * 5000, "status": 503}),
-        wrap({"t": "Registered", "server_id": "s", "lease_seconds": float("nan")}),
-        wrap({"t": "Registered", "server_id": "s", "lease_seconds": -1.0}),
+        wrap({"t": "Registered", "lease_seconds": float("nan")}),
+        wrap({"t": "Registered", "lease_seconds": -1.0}),
         wrap({"t": "Announce", "instance_id": "i", "rooms": list(range(70000))}),
         HEADER + b"\x81\xa1t\xa4\xff\xff\xff\xff",
         HEADER + b"\x91" * 4000,

@@ -213,3 +213,14 @@ def test_a_restarted_peer_is_reached_again() -> None:
                 assert pull(target, address, key) == ""
                 port = int(address.split(":")[1])
             wait_until(lambda: target.counters()["connections"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("192.0.2.1:9000", "refusing to connect to 192.0.2.1: without CURVE keys"),
+        ("nowhere:9000", "nowhere"),
+    ],
+)
+def test_addresses_that_are_not_connected_to(ends: Ends, address: str, reason: str) -> None:
+    assert reason in ends.refused(IDS.next_id(), SPECS, address=address)
