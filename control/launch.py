@@ -16,7 +16,7 @@ import numpy as np
 from absl import app, logging
 
 from kvferry.control.bootstrap import ZmqBootstrapServer
-from kvferry.control.connection import KVPages
+from kvferry.control.connection import KVManager, KVPages
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.decode import DecodeScheduler
 from kvferry.control.engines.base import EngineOptions, EngineStartError
@@ -129,7 +129,7 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
     answers = StartingAnswers(listener, "loading the model")
     stack.callback(answers.close)
     _check_ports(options)
-    loop = None
+    loop = bootstrap = None
     if options.mode is not Mode.NULL:
         loop = ControlLoop("kv-control")
         stack.callback(loop.stop)
@@ -167,8 +167,9 @@ def _start(options: ServerOptions, stack: contextlib.ExitStack) -> tuple[Service
     pair = None
     if isinstance(scheduler, PrefillScheduler | DecodeScheduler):
         assert loop is not None
-        pair = _connect(options, keys, model, runner, scheduler, loop)
-        stack.callback(pair.manager.stop)
+        manager = _connect(options, keys, model, runner, scheduler, loop)
+        stack.callback(manager.stop)
+        pair = Pair(manager, scheduler, bootstrap)
     scheduler.start()
     stack.callback(scheduler.stop)
     service = make_service(options, model, runner, scheduler, pair)
@@ -241,7 +242,7 @@ def _connect(
     runner: ModelRunner,
     scheduler: PrefillScheduler | DecodeScheduler,
     loop: ControlLoop,
-) -> Pair:
+) -> KVManager:
     engine = create_engine(
         options.transfer_engine,
         EngineOptions(
@@ -291,7 +292,7 @@ def _connect(
         scheduler.connect(manager, sizes[-1])
     else:
         scheduler.connect(manager, options.bootstrap_port)
-    return Pair(manager, scheduler)
+    return manager
 
 
 def _layout(model: LoadedModel, runner: ModelRunner) -> KVLayout:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable
 
+from kvferry.control.bootstrap import ZmqBootstrapServer
 from kvferry.control.connection import KVManager
 from kvferry.control.decode import DecodeScheduler
 from kvferry.control.flags import Mode, ServerOptions
@@ -28,10 +29,12 @@ class Pair:
     Attributes:
         manager: Of its rooms.
         scheduler: Its scheduler.
+        bootstrap: The bootstrap server in this process, if there is one.
     """
 
     manager: KVManager
     scheduler: PrefillScheduler | DecodeScheduler
+    bootstrap: ZmqBootstrapServer | None = None
 
 
 def make_service(
@@ -99,6 +102,7 @@ class _PairHooks:
         self, pair: Pair, options: ServerOptions, engine_state: Callable[[], _State]
     ) -> None:
         self._manager = pair.manager
+        self._bootstrap = pair.bootstrap
         self._handovers = pair.scheduler.handovers
         self._options = options
         self._engine_state = engine_state
@@ -113,8 +117,10 @@ class _PairHooks:
         )
 
     def _collect(self) -> Iterable[MetricSample]:
-        for name, value in self._manager.counters().items():
-            yield MetricSample(name, value)
+        counters = self._manager.counters()
+        if self._bootstrap is not None:
+            counters |= self._bootstrap.counters()
+        return [MetricSample(name, value) for name, value in counters.items()]
 
     def _state(self) -> _State:
         handovers = self._handovers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/health and /livez of real servers in which something has broken."""
+"""/health, /livez and /metrics of real servers, and when something has broken."""
 
 import concurrent.futures
 import itertools
@@ -92,3 +92,16 @@ def test_a_pool_whose_books_do_not_balance_shows(stack: Stack, broken: str) -> N
 
 def _balanced(server: Server) -> bool:
     return bool(state(server)["kv_pages_used"] == 0)
+
+
+def test_metrics_show_both_halves_and_the_bootstrap_server(stack: Stack) -> None:
+    assert _both_halves(stack) == [200, 200]
+    shown = []
+    for server in (*stack.prefills, *stack.decodes):
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+            shown.append(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#")))
+    prefill, decode = shown
+    assert float(prefill["kvferry_transfers_ok"]) == float(decode["kvferry_transfers_ok"]) == 1
+    assert float(prefill["kvferry_bootstrap_instances"]) == 1
+    assert "kvferry_bootstrap_instances" not in decode
