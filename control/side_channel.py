@@ -14,14 +14,14 @@ reach its successor. Everything here runs on the control loop's thread.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 from absl import logging
 
+from kvferry.control.accepted import AcceptedConnections
 from kvferry.control.control_loop import ControlLoop, Timer
-from kvferry.control.flood_watch import FloodWatch
 from kvferry.control.messages import MAX_SECONDS, Message, Ping, Pong, Refused
 from kvferry.control.security import (
     CurveKeys,
@@ -40,9 +40,10 @@ from kvferry.control.sockets import (
     new_socket,
     next_event,
     next_event_value,
+    send_message,
 )
 from kvferry.control.tally import Tally
-from kvferry.control.wire import MessageError, decode, encode
+from kvferry.control.wire import MessageError, decode
 
 _MAX_CONNECTIONS = 4096
 _MESSAGES_PER_WAKE = 256
@@ -90,22 +91,6 @@ def _decode_counted(frame: bytes, tally: Tally) -> Message | MessageError:
         return error
 
 
-def _send(
-    sender: zmq.Socket[bytes], route: Sequence[bytes], message: Message, tally: Tally
-) -> bool:
-    try:
-        sender.send_multipart([*route, encode(message)], zmq.NOBLOCK)
-    except (zmq.ZMQError, MessageError) as error:
-        # EHOSTUNREACH: gone. EAGAIN: its queue is full, so it has stopped to read. A message that
-        # is too long counts as undeliverable too: it must not end the loop's thread.
-        tally.add("undeliverable")
-        logging.log_every_n_seconds(
-            logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
-        )
-        return False
-    return True
-
-
 class ServerChannel:
     """A ROUTER socket and the peers connected to it.
 
@@ -114,8 +99,8 @@ class ServerChannel:
         tally: Gets the totals of ignored messages.
         options: See `ChannelOptions`.
         on_message: Called with (peer, message) for each message but Ping and Refused.
-        on_lost: Called with (peer, why) once a peer has been silent for the peer timeout, or has
-            given this end up; `why` goes on after "the peer".
+        on_lost: Called with (peer, why) once a peer has closed its connection, has been silent for
+            the peer timeout, or has given this end up; `why` goes on after "the peer".
     """
 
     def __init__(
@@ -137,7 +122,7 @@ class ServerChannel:
         self._peers: SilenceWatch[bytes] = SilenceWatch(
             loop, options.peer_timeout_seconds, lambda peer: on_lost(peer, silence)
         )
-        self._floods = FloodWatch(loop, tally)
+        self._accepted = AcceptedConnections(loop, tally, self._on_closed)
         self._quiet_until = 0.0
 
     @property
@@ -164,9 +149,11 @@ class ServerChannel:
         made, bound = listen(self._loop, host, port, self._options.keys)
         self._socket = made
         self._loop.watch(made, self._receive)
-        self._monitor = made.get_monitor_socket(sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED)
-        self._loop.watch(self._monitor, self._see_failures)
-        self._floods.watch(made)
+        self._monitor = made.get_monitor_socket(
+            sum(HANDSHAKE_FAILURES) | AcceptedConnections.EVENTS
+        )
+        self._loop.watch(self._monitor, self._see_events)
+        self._accepted.watch(made)
         return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
@@ -176,7 +163,7 @@ class ServerChannel:
             False if the peer is gone, or does not take what was sent to it before, or the message
             is too long.
         """
-        return self._socket is not None and _send(self._socket, [peer], message, self._tally)
+        return self._socket is not None and send_message(self._socket, [peer], message, self._tally)
 
     def forget(self, peer: bytes) -> None:
         """Stops watching a peer. Loop thread only."""
@@ -184,13 +171,14 @@ class ServerChannel:
 
     def close(self, linger_seconds: float = _GOODBYE_SECONDS) -> None:
         """Closes the socket after sending what is queued, for a bounded time. Loop thread only."""
-        self._floods.close()
+        self._accepted.close()
         if self._socket is not None:
             close_socket(self._loop, self._socket, self._monitor, linger_seconds)
             self._socket = None
         self._peers.close()
 
     def _receive(self) -> None:
+        self._see_events()  # What is received comes over connections of which they tell.
         for _ in range(_MESSAGES_PER_WAKE):
             if self._socket is None:
                 return
@@ -198,7 +186,7 @@ class ServerChannel:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._floods.heard(frames[-1])
+            self._accepted.heard(frames[0].bytes, frames[-1])
             self._take([frame.bytes for frame in frames])
 
     def _take(self, frames: list[bytes]) -> None:
@@ -224,12 +212,20 @@ class ServerChannel:
             case _:
                 self._on_message(peer, message)
 
-    def _see_failures(self) -> None:
+    def _on_closed(self, peer: bytes) -> None:
+        if self._socket is None:
+            return
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            # What it said before it closed comes first.
+            self._loop.call_later(0.0, lambda: self._on_closed(peer))
+        elif peer in self._peers:
+            self._peers.forget(peer)
+            self._on_lost(peer, "has closed the connection")
+
+    def _see_events(self) -> None:
         while self._socket is not None and (seen := next_event_value(self._monitor)) is not None:
-            event, value = seen
-            if event == zmq.EVENT_ACCEPTED:
-                self._floods.accepted(value)
-            if event not in HANDSHAKE_FAILURES:
+            self._accepted.see(*seen)
+            if seen[0] not in HANDSHAKE_FAILURES:
                 continue
             self._tally.add("refused_handshakes")
             now = self._loop.clock()
@@ -316,7 +312,7 @@ class ClientChannel:
         """
         if self._socket is None or not self.up:
             return False
-        return _send(self._socket, [], message, self._tally)
+        return send_message(self._socket, [], message, self._tally)
 
     def close(self, linger_seconds: float = _GOODBYE_SECONDS) -> None:
         """Closes the connection after sending what is queued. Loop thread only; idempotent."""

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets below the side channel: made, secured, watched and closed. Loop's thread only."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
+from absl import logging
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.control_loop import ControlLoop
+from kvferry.control.messages import Message
 from kvferry.control.security import CurveKeys, KeyGate, endpoint, listen_error
-from kvferry.control.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from kvferry.control.tally import Tally
+from kvferry.control.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, MessageError, encode
 
 HANDSHAKE_SECONDS = 3.0
 _HIGH_WATER_MARK = 20_000
@@ -124,6 +128,35 @@ def next_event_value(monitor: Any) -> tuple[zmq.Event, int] | None:
     except zmq.Again:
         return None
     return zmq.Event(seen["event"]), int(seen["value"])
+
+
+def send_message(
+    sender: zmq.Socket[bytes], route: Sequence[bytes], message: Message, tally: Tally
+) -> bool:
+    """Sends a message if that is possible at once.
+
+    Args:
+        sender: The socket.
+        route: Frames that come before it.
+        message: The message.
+        tally: Gets the total of what could not be sent, "undeliverable".
+
+    Returns:
+        Whether it was sent.
+    """
+    try:
+        sender.send_multipart([*route, encode(message)], zmq.NOBLOCK)
+    except (zmq.ZMQError, MessageError) as error:
+        # EAGAIN: its queue is full, so it has stopped to read. A message that is too long counts as
+        # undeliverable too: it must not end the loop's thread.
+        tally.add("undeliverable")
+        is_gone = isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH
+        if not is_gone:
+            logging.log_every_n_seconds(
+                logging.WARNING, "cannot send %s: %s", 5, type(message).__name__, error
+            )
+        return False
+    return True
 
 
 def close_socket(

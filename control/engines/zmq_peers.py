@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 from absl import logging
 
+from kvferry.control.accepted import AcceptedConnections
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.engines.base import Spec
 from kvferry.control.engines.frames import Bytes, FrameError, offsets, stream_parts, tag_of
@@ -23,7 +24,6 @@ from kvferry.control.engines.host_arrays import sizes_of
 from kvferry.control.engines.loop_engine import Connection
 from kvferry.control.engines.pending import PendingPull
 from kvferry.control.engines.publications import Publication, Publications, fingerprint
-from kvferry.control.flood_watch import FloodWatch
 from kvferry.control.security import CurveKeys, check_connect, endpoint
 from kvferry.control.sockets import (
     DOWN_EVENTS,
@@ -103,7 +103,8 @@ class ZmqSource:
         self._keys = keys
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: Any = None
-        self._floods = FloodWatch(loop, Tally())
+        # Pulls over a connection that has closed hold nothing here.
+        self._accepted = AcceptedConnections(loop, Tally(), lambda peer: None)
         self._serving: dict[bytes, _Serving] = {}
 
     def open(self, host: str, port: int) -> int:
@@ -111,9 +112,9 @@ class ZmqSource:
         made, port = listen(self._loop, host, port, self._keys, _MAX_ASK_BYTES)
         self._socket = made
         self._loop.watch(made, self._receive)
-        self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._monitor = made.get_monitor_socket(AcceptedConnections.EVENTS)
         self._loop.watch(self._monitor, self._see_accepted)
-        self._floods.watch(made)
+        self._accepted.watch(made)
         return port
 
     def forget(self, key: int) -> None:
@@ -122,7 +123,7 @@ class ZmqSource:
 
     def _see_accepted(self) -> None:
         while (seen := next_event_value(self._monitor)) is not None:
-            self._floods.accepted(seen[1])
+            self._accepted.see(*seen)
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -131,8 +132,8 @@ class ZmqSource:
                 received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._floods.heard(received[-1])
             frames = [each.bytes for each in received]
+            self._accepted.heard(frames[0], received[-1])
             try:
                 peer, frame = frames
                 self._take(peer, _ASK_DECODER.decode(frame))

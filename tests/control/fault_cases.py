@@ -158,8 +158,8 @@ def notice_bound(case: Case, peer_timeout: float) -> float:
         bound += 4.0
     elif fault.ports == DATA and fault.kind == "cut":
         bound = PULL_TIMEOUTS * peer_timeout + 2 * MARGIN_SECONDS
-    elif fault.victim == "P" and fault.kind != "stop":
-        bound = 1.0  # The kernel tells D at once.
+    elif fault.kind in ("kill", "replace"):
+        bound = 1.0  # The kernel tells the other one at once.
     # A request that fails only at the pull has waited for P's late half first.
     late = case.phase is Phase.MEETING and (fault.ports == DATA or fault.kind == "delay")
     return bound + (LATE_TIMEOUTS * peer_timeout if late else 0.0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real sockets: silence, refused and closed connections, and bytes that are no message."""
 
+import functools
 import os
 import signal
 import socket
@@ -18,7 +19,15 @@ from hypothesis import strategies
 from kvferry.control import sockets
 from kvferry.control.control_loop import ControlLoop
 from kvferry.control.keys import make_keys
-from kvferry.control.messages import HeartbeatAck, HelloWanted, KVAccept, Message, Ping, Refused
+from kvferry.control.messages import (
+    HeartbeatAck,
+    HelloWanted,
+    KVAccept,
+    Message,
+    Ping,
+    Refused,
+    Touched,
+)
 from kvferry.control.security import CurveKeys, InsecureBindError, PortInUseError
 from kvferry.control.side_channel import ChannelOptions, ClientChannel, ServerChannel
 from kvferry.control.tally import Tally
@@ -140,6 +149,62 @@ def test_a_silent_client_is_noticed(server: Server, connect: Callable[..., Clien
     client.loop.stop()
     assert wait_until(lambda: server.lost, 3.0) < 1.5
     assert server.channel.num_peers == 0
+
+
+def test_a_closed_client_is_noticed_at_once(connect: Callable[..., Client]) -> None:
+    patient = ChannelOptions(peer_timeout_seconds=60.0)
+    server = Server(patient)
+    stays, goes = (connect(server.port, patient) for _ in range(2))
+    wait_until(lambda: server.channel.num_peers == 2)
+    goes.loop.call(goes.channel.close)
+    assert wait_until(lambda: server.lost) < 1.0
+    assert server.lost == ["has closed the connection"] and server.channel.num_peers == 1
+    assert not stays.down
+    server.loop.stop()
+
+
+def test_what_a_client_says_before_it_closes_comes_first(connect: Callable[..., Client]) -> None:
+    server = Server(ChannelOptions(peer_timeout_seconds=60.0))
+    client = connect(server.port)
+    wait_until(lambda: client.up)
+    stop = threading.Event()
+    server.loop.post(lambda: _wait(stop))  # Busy while all of it comes.
+    for number in range(900):
+        assert client.send(Touched(transfer_ids=[number]))
+    client.loop.call(lambda: client.channel.close(5.0))
+    stop.set()
+    wait_until(lambda: server.lost)
+    assert len(server.messages) == 900
+    server.loop.stop()
+
+
+def test_a_closed_connection_is_not_taken_for_its_successor(
+    connect: Callable[..., Client],
+) -> None:
+    """The kernel gives the descriptor of a closed connection to the next one."""
+    server = Server(ChannelOptions(peer_timeout_seconds=60.0))
+    for number in range(30):
+        goes = connect(server.port)
+        wait_until(lambda: server.channel.num_peers == 1)
+        stop = threading.Event()
+        server.loop.post(functools.partial(_wait, stop))
+        goes.loop.call(goes.channel.close)
+        with socket.create_connection(("127.0.0.1", server.port)):
+            pass  # A stranger, whose descriptor is free again, too.
+        comes = connect(server.port)
+        wait_until(lambda comes=comes: comes.up)  # type: ignore[misc]
+        stop.set()
+        wait_until(lambda number=number: len(server.lost) == 2 * number + 1)  # type: ignore[misc]
+        wait_until(lambda: server.channel.num_peers == 1)
+        assert comes.send(Touched(transfer_ids=[number]))
+        wait_until(lambda number=number: len(server.messages) == number + 1)  # type: ignore[misc]
+        comes.loop.call(comes.channel.close)
+        wait_until(lambda number=number: len(server.lost) == 2 * number + 2)  # type: ignore[misc]
+    server.loop.stop()
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(10.0)
 
 
 _STOPPABLE = """

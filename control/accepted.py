@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends connections that send one message without end.
+"""The connections of a listening ZMQ socket: tells when one closes, and ends those that flood it.
+
+A ROUTER knows its peers by their messages only. The socket's monitor tells of connections, by the
+descriptor of their socket, and each message tells which one it came over; so the end of a process
+is seen at once, and not only by its silence.
 
 libzmq keeps the frames of a message until the last one has come. It bounds the size of a frame and
 the number of messages, but neither the frames of a message nor all its bytes. So what a connection
 has sent is read from the kernel, now and then, and compared with whether anything complete came out
-of it. Linux only; elsewhere nothing is bounded.
+of it. Linux only; elsewhere that is not bounded.
 """
 
 import array
@@ -15,7 +19,7 @@ import os
 import socket
 import struct
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 from absl import logging
@@ -39,53 +43,74 @@ class _Connection:
 
     Attributes:
         ends: Its two addresses, by which it is told from a later one with the same descriptor.
+        peer: Who speaks over it, or None.
         received: Bytes that libzmq had read when a complete message last had come.
         heard: Whether a complete message has come since the last look.
+        ended: Whether this end has ended it.
     """
 
     ends: tuple[object, object]
+    peer: bytes | None = None
     received: int = 0
     heard: bool = False
+    ended: bool = False
 
 
-class FloodWatch:
+class AcceptedConnections:
     """Watches the connections of one listening socket. Loop's thread only.
 
     Args:
         loop: The control loop.
-        tally: Gets the total of connections that were ended, "refused_floods".
+        tally: Gets the total of connections that were ended for flooding, "refused_floods".
+        on_closed: Called with the peer whose connection has closed. What it sent before may not
+            have been received yet.
     """
 
-    def __init__(self, loop: ControlLoop, tally: Tally) -> None:
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+    def __init__(self, loop: ControlLoop, tally: Tally, on_closed: Callable[[bytes], None]) -> None:
         self._loop = loop
-        self._watched: zmq.Socket[bytes] | None = None
         self._tally = tally
+        self._on_closed = on_closed
+        self._watched: zmq.Socket[bytes] | None = None
         self._connections: dict[int, _Connection] = {}
         self._timer: Timer | None = None
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
-        """Says which socket it is."""
+        """Says which socket it is; its monitor has to tell of `EVENTS`."""
         self._watched = listening
 
-    def accepted(self, descriptor: int) -> None:
-        """Notes a new connection, by the descriptor that libzmq has for it."""
-        try:
-            with _own(descriptor) as own:
-                ends = (own.getsockname(), own.getpeername())
-        except OSError:
-            return  # Gone already.
-        self._connections[descriptor] = _Connection(ends)
-        if self._timer is None:
-            self._timer = self._loop.every(_LOOK_SECONDS, self._look)
+    def see(self, event: zmq.Event, descriptor: int) -> None:
+        """Takes what the socket's monitor has told; other events than `EVENTS` are ignored."""
+        if event == zmq.EVENT_ACCEPTED:
+            with contextlib.suppress(OSError), _own(descriptor) as own:  # Else gone already.
+                self._connections[descriptor] = _Connection(_ends(own))
+                if self._timer is None:
+                    self._timer = self._loop.every(_LOOK_SECONDS, self._look)
+        elif event == zmq.EVENT_DISCONNECTED:
+            connection = self._connections.pop(descriptor, None)
+            if connection is not None and connection.peer is not None:
+                self._on_closed(connection.peer)
 
-    def heard(self, frame: zmq.Frame) -> None:
-        """Notes that a message is complete, by its last frame."""
+    def heard(self, peer: bytes, frame: zmq.Frame) -> None:
+        """Notes a complete message.
+
+        Args:
+            peer: Who sent it.
+            frame: Its last frame.
+        """
         try:
-            connection = self._connections.get(int(frame.get(zmq.SRCFD)))
+            descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
             return  # From a peer that speaks an old protocol, which none of ours does.
-        if connection is not None:
-            connection.heard = True
+        connection = self._connections.get(descriptor)
+        if connection is None:
+            return
+        connection.heard = True
+        if connection.peer is None:
+            # The monitor may yet have to tell that the descriptor is another connection's now.
+            with contextlib.suppress(OSError), _own(descriptor) as own:
+                connection.peer = peer if _ends(own) == connection.ends else None
 
     def close(self) -> None:
         """Ends the watch."""
@@ -106,10 +131,11 @@ class FloodWatch:
 
     def _ended(self, descriptor: int, limit: int) -> bool:
         connection = self._connections[descriptor]
+        if connection.ended:
+            return False
         try:
             with _own(descriptor) as own:
-                if (own.getsockname(), own.getpeername()) != connection.ends:
-                    del self._connections[descriptor]
+                if _ends(own) != connection.ends:
                     return False
                 received = _received(own)
                 if connection.heard:
@@ -120,10 +146,13 @@ class FloodWatch:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 own.shutdown(socket.SHUT_RDWR)
         except OSError:
-            del self._connections[descriptor]
-            return False
-        del self._connections[descriptor]
+            return False  # It has closed; the monitor tells so.
+        connection.ended = True
         return True
+
+
+def _ends(own: socket.socket) -> tuple[object, object]:
+    return own.getsockname(), own.getpeername()
 
 
 @contextlib.contextmanager
