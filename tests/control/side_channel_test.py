@@ -458,7 +458,3 @@ def test_what_a_peer_says_before_it_closes_is_heard_however_late(
     busy.set()
     wait_until(lambda: client.down)
     assert client.messages == [bye]
-
-
-def _wait(event: threading.Event) -> None:
-    event.wait(10.0)
