@@ -5,7 +5,7 @@ It runs two engines: `shm`, and the one for the network (`jax` on an accelerator
 address carries the addresses of both. The pulling side decides, once per peer: if it reaches the
 peer's socket in the kernel's name space, which no other host can, it is on the same host and takes
 `shm`. The publishing side need not know: what is published is offered by both, and neither copies
-anything before it is asked, so an offer that nobody takes costs nothing.
+anything before it is asked. Until its release an offer counts in the bounds of both.
 """
 
 import contextlib
