@@ -180,9 +180,11 @@ def a5_deleted(d: Puller) -> list[str]:
 
 def a6(d: Puller) -> list[str]:
     connection = d.begin()
-    (never,) = connection.pull(1, [spec([1024])])
-    threading.Thread(target=never.block_until_ready, daemon=True).start()
-    hangs(never)
+    # A thread that wakes up too late for it does not abort the process: hence several.
+    never = [connection.pull(key, [spec([1024])])[0] for key in range(32)]
+    for array in never:
+        threading.Thread(target=array.block_until_ready, daemon=True).start()
+    hangs(never[0])
     sys.exit()  # An ordinary end of the program.
 
 
