@@ -29,7 +29,9 @@ from kvferry.control.sockets import MAX_UNREAD_REQUESTS
 from kvferry.control.tally import Tally
 from kvferry.control.wire import MAX_REQUEST_BYTES
 
+# How often each connection is looked at.
 _LOOK_SECONDS = 0.1
+_CONNECTIONS_PER_TURN = 32
 # Of bytes_received in the kernel's struct tcp_info (linux/tcp.h), since Linux 4.1.
 _RECEIVED_OFFSET = 128
 # Complete messages that were not read yet.
@@ -73,7 +75,9 @@ class AcceptedConnections:
         self._tally = tally
         self._on_closed = on_closed
         self._watched: zmq.Socket[bytes] | None = None
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _Connection] = {}  # By descriptor.
+        self._by_peer: dict[bytes, _Connection] = {}
+        self._due: list[int] = []
         self._timer: Timer | None = None
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
@@ -86,31 +90,53 @@ class AcceptedConnections:
             with contextlib.suppress(OSError), _own(descriptor) as own:  # Else gone already.
                 self._connections[descriptor] = _Connection(_ends(own))
                 if self._timer is None:
-                    self._timer = self._loop.every(_LOOK_SECONDS, self._look)
+                    self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
         elif event == zmq.EVENT_DISCONNECTED:
             connection = self._connections.pop(descriptor, None)
             if connection is not None and connection.peer is not None:
+                del self._by_peer[connection.peer]
                 self._on_closed(connection.peer)
 
-    def heard(self, peer: bytes, frame: zmq.Frame) -> None:
-        """Notes a complete message.
+    def receive(self) -> list[bytes]:
+        """Receives a message, and notes over which connection it came.
 
-        Args:
-            peer: Who sent it.
-            frame: Its last frame.
+        Returns:
+            Its frames; the first one names the peer.
+
+        Raises:
+            zmq.Again: If there is none.
         """
+        assert self._watched is not None
+        peer = self._watched.recv(zmq.NOBLOCK)
+        connection = self._by_peer.get(peer)
+        frames = [peer]
+        while self._watched.getsockopt(zmq.RCVMORE):
+            if connection is not None:
+                frames.append(self._watched.recv())
+            else:
+                # Slower, but it tells the descriptor.
+                frame = self._watched.recv(copy=False)
+                frames.append(frame.bytes)
+                connection = self._attribute(peer, frame)
+        if connection is not None:
+            connection.heard = True
+        return frames
+
+    def _attribute(self, peer: bytes, frame: zmq.Frame) -> _Connection | None:
         try:
             descriptor = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:
-            return  # From a peer that speaks an old protocol, which none of ours does.
-        connection = self._connections.get(descriptor)
-        if connection is None:
-            return
-        connection.heard = True
-        if connection.peer is None:
+            connection = self._connections.get(descriptor)
+            if connection is None or connection.peer is not None:
+                return None
             # The monitor may yet have to tell that the descriptor is another connection's now.
-            with contextlib.suppress(OSError), _own(descriptor) as own:
-                connection.peer = peer if _ends(own) == connection.ends else None
+            with _own(descriptor) as own:
+                if _ends(own) != connection.ends:
+                    return None
+        except (OSError, zmq.ZMQError):
+            return None  # Closed already; or the peer speaks an old protocol, as none of ours does.
+        connection.peer = peer
+        self._by_peer[peer] = connection
+        return connection
 
     def close(self) -> None:
         """Ends the watch."""
@@ -120,11 +146,17 @@ class AcceptedConnections:
 
     def _look(self) -> None:
         assert self._watched is not None
+        self._timer = None
+        if not self._connections:
+            return
+        # A few at a time: hundreds at once would hold up messages for milliseconds.
+        turns = -(-len(self._connections) // _CONNECTIONS_PER_TURN)
+        self._timer = self._loop.call_later(_LOOK_SECONDS / turns, self._look)
+        due = self._due or list(self._connections)
+        now, self._due = due[:_CONNECTIONS_PER_TURN], due[_CONNECTIONS_PER_TURN:]
         unread = int(self._watched.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         limit = 2 * MAX_REQUEST_BYTES + (_MAX_UNREAD_BYTES if unread else 0)
-        ended = sum(self._ended(each, limit) for each in list(self._connections))
-        if not self._connections:
-            self.close()
+        ended = sum(self._ended(each, limit) for each in now if each in self._connections)
         if ended:
             self._tally.add("refused_floods", ended)
             logging.warning("ended %d connections that sent a message without end", ended)

@@ -183,11 +183,10 @@ class ServerChannel:
             if self._socket is None:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._accepted.receive()
             except zmq.Again:
                 return
-            self._accepted.heard(frames[0].bytes, frames[-1])
-            self._take([frame.bytes for frame in frames])
+            self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 2:

@@ -129,11 +129,9 @@ class ZmqSource:
         assert self._socket is not None
         for _ in range(_MESSAGES_PER_WAKE):
             try:
-                received = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._accepted.receive()
             except zmq.Again:
                 return
-            frames = [each.bytes for each in received]
-            self._accepted.heard(frames[0], received[-1])
             try:
                 peer, frame = frames
                 self._take(peer, _ASK_DECODER.decode(frame))
