@@ -17,7 +17,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -26,6 +27,8 @@ from kvferry.demo.stack import Server, Stack
 from kvferry.tests.e2e.serving import TINY_FLAGS, by_role, post, wait_at_rest, wait_for
 from kvferry.tests.e2e.soak_client import Clients, Weather, questions
 from kvferry.tests.e2e.soak_rubbish import Rubbish, Targets
+
+Tell: TypeAlias = Callable[[str], None]
 
 _REQUESTS = int(os.environ.get("KVFERRY_SOAK_REQUESTS", "2000"))
 _CONCURRENCY = 16
@@ -80,10 +83,21 @@ def settled(server: Server, limit: Footprint | None = None) -> Footprint:
     return now
 
 
+@pytest.fixture(name="tell")
+def _tell(capfd: pytest.CaptureFixture[str]) -> Tell:
+    """Returns what prints a line that is seen also if the test passes."""
+
+    def tell(text: str) -> None:
+        with capfd.disabled():
+            print(f"\nsoak: {text}", file=sys.stderr, end="", flush=True)
+
+    return tell
+
+
 @pytest.fixture(name="seed")
-def _seed() -> int:
+def _seed(tell: Tell) -> int:
     seed = int(os.environ.get("KVFERRY_SOAK_SEED", "0")) or random.SystemRandom().randrange(1 << 31)
-    print(f"\nsoak: KVFERRY_SOAK_SEED={seed}", file=sys.__stderr__, flush=True)
+    tell(f"KVFERRY_SOAK_SEED={seed}")
     return seed
 
 
@@ -106,9 +120,7 @@ def _rubbish(stack: Stack, engine: str, seed: int) -> Rubbish:
     for server in stack.prefills:
         zmq_ports += [server.bootstrap_port, _port(server, "side_channel_port")]
     engine_ports = [_port(server, "kv_transfer_port") for server in servers]
-    if engine == "jax":
-        print("soak: no rubbish to the jax engine's ports: see the test", file=sys.__stderr__)
-    elif engine != "shm":
+    if engine not in ("jax", "shm"):  # The text above says why jax.
         (zmq_ports if engine == "zmq" else raw_ports).extend(engine_ports)
 
     def unix_names() -> list[str]:
@@ -149,7 +161,7 @@ def _storm(stack: Stack, clients: Clients, weather: Weather, total: int, seed: i
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_soak(stack: Stack, seed: int, request: pytest.FixtureRequest) -> None:
+def test_soak(stack: Stack, seed: int, tell: Tell, request: pytest.FixtureRequest) -> None:
     engine = request.node.callspec.params["stack"]
     colocated = stack.start_server("null")
     asked = questions(colocated.url, _QUESTIONS, random.Random(seed))
@@ -171,17 +183,16 @@ def test_soak(stack: Stack, seed: int, request: pytest.FixtureRequest) -> None:
         clients.run(rest - rest // 2, _CONCURRENCY)
         clients.join()
     seconds = time.monotonic() - began
-    print(
-        f"soak: {engine}, seed {seed}: {clients.done} requests in {seconds:.0f} s, longest"
+    tell(
+        f"{engine}, seed {seed}: {clients.done} requests in {seconds:.0f} s, longest"
         f" {clients.longest_seconds:.1f} s, {dict(clients.outcomes)}; P and D killed"
-        f" {_KILLS_OF_EACH} times each; rubbish {dict(rubbish.sent)}",
-        file=sys.__stderr__,
-        flush=True,
+        f" {_KILLS_OF_EACH} times each; rubbish {dict(rubbish.sent)}"
+        + (" (none to the engine's ports, see the test)" if engine == "jax" else "")
     )
     assert clients.problems == []
     for server in servers:
         before, after = warm[server.role], settled(server, warm[server.role])
-        print(f"soak: {server.role} {before} -> {after}", file=sys.__stderr__, flush=True)
+        tell(f"{server.role} {before} -> {after}")
         assert after.rss_bytes <= before.rss_bytes * (1 + _RSS_SHARE), server.role
     assert clients.outcomes["lost"] <= 2 * _KILLS_OF_EACH * _MOST_LOST_PER_KILL, clients.outcomes
     for server in servers:
