@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from kvferry.control.engines.base import Pull, TransferError, TransferTimeoutError
+from kvferry.control.engines.host_arrays import sizes_of
 from kvferry.control.engines.jax_watch import ReceiveWatch, is_ready
 from kvferry.control.engines.spare_threads import SpareThreads
 
@@ -39,7 +40,7 @@ class Connection:
             The arrays.
         """
         if self._asked_bytes <= _POISON_BYTES:  # More need not be counted.
-            self._asked_bytes += sum(spec.size * spec.dtype.itemsize for spec in specs)
+            self._asked_bytes += sum(sizes_of(specs))
         return list(self._raw.pull(key, specs))
 
     def note_delivery(self) -> None:

@@ -7,13 +7,13 @@ Real sockets, real bytes, a real transfer engine; what is said, and when, is up 
 import abc
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
-from kvferry.control.connection import KVManager
+from kvferry.control.connection import KVManager, KVReceiver, KVSender
 from kvferry.control.engines.base import EngineOptions, TransferEngine
 from kvferry.control.engines.canary import canary_specs, make_canary
 from kvferry.control.engines.fake_engine import FakeEngine
@@ -217,6 +217,14 @@ PATIENT = dataclasses.replace(
 )
 
 
+# What counts messages that are ignored.
+UNKNOWN = "unknown_transfer"
+DUPLICATE = "duplicate"
+TOO_EARLY = "early"
+UNEXPECTED = "unexpected"
+STALE = "stale_generation"
+
+
 @dataclasses.dataclass(frozen=True)
 class Intruder:
     """One message that does not belong where it is sent.
@@ -240,6 +248,22 @@ class Intruder:
     def counted(self) -> dict[str, int]:
         """Returns by how much the counters of ignored messages grow."""
         return {f"ignored_{self.counter}": 1} if self.counter else {}
+
+    def disturb(self, transfer: Any, leg: KVSender | KVReceiver) -> None:
+        """Sends it in the middle of a transfer: it is counted, answered if at all, and ignored."""
+        by = transfer.other if self.by_other else transfer.owner
+        before, state = ignored(transfer.manager), leg.poll()
+        by.send(self.message(transfer))
+        if self.answer is not None:
+            by.receive(self.answer)
+        by.heard()
+        assert ignored(transfer.manager, before) == self.counted()
+        assert leg.poll() is state
+
+
+def by_name(kinds: Mapping[str, Sequence[Intruder]]) -> dict[str, Intruder]:
+    """Returns intruders of several kinds, each by its kind and name."""
+    return {f"{kind}: {each.name}": each for kind, several in kinds.items() for each in several}
 
 
 def engine_like(both: Pair) -> TransferEngine:

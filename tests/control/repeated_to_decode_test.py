@@ -26,9 +26,15 @@ from kvferry.control.messages import (
 )
 from kvferry.control.zmq_decode import DecodeManager
 from kvferry.tests.control.hand_peers import (
+    DUPLICATE,
     PATIENT,
+    STALE,
+    TOO_EARLY,
+    UNEXPECTED,
+    UNKNOWN,
     HandPrefill,
     Intruder,
+    by_name,
     engine_like,
     ignored,
 )
@@ -127,67 +133,58 @@ def _transfer(both: Pair) -> Iterator[Transfer]:
 
 
 _OTHER_ID, _OTHER_GENERATION = 1, 1 << 52
-_UNKNOWN, _DUPLICATE, _TOO_EARLY, _UNEXPECTED, _STALE = (
-    "unknown_transfer",
-    "duplicate",
-    "early",
-    "unexpected",
-    "stale_generation",
-)
 _TWICE = [
-    Intruder("accept", "accepted", lambda t: t.accept(), _DUPLICATE),
-    Intruder("accept later", "committed", lambda t: t.accept(), _DUPLICATE),
-    Intruder("chunk", "committed", lambda t: t.first(), _DUPLICATE),
-    Intruder("welcome", "opened", lambda t: t.owner.welcome(), _UNEXPECTED),
+    Intruder("accept", "accepted", lambda t: t.accept(), DUPLICATE),
+    Intruder("accept later", "committed", lambda t: t.accept(), DUPLICATE),
+    Intruder("chunk", "committed", lambda t: t.first(), DUPLICATE),
+    Intruder("welcome", "opened", lambda t: t.owner.welcome(), UNEXPECTED),
     Intruder("ping", "committed", lambda t: Ping()),
 ]
 _EARLY = [
-    Intruder("accept", "opened", lambda t: t.accept(), _TOO_EARLY),
-    Intruder("chunk before request", "opened", lambda t: t.first(), _TOO_EARLY),
-    Intruder("chunk before accept", "requested", lambda t: t.first(), _TOO_EARLY),
+    Intruder("accept", "opened", lambda t: t.accept(), TOO_EARLY),
+    Intruder("chunk before request", "opened", lambda t: t.first(), TOO_EARLY),
+    Intruder("chunk before accept", "requested", lambda t: t.first(), TOO_EARLY),
 ]
 _LATE = [
-    Intruder("accept", "over", lambda t: t.accept(), _UNKNOWN),
-    Intruder("chunk", "over", lambda t: t.last(), _UNKNOWN),
-    Intruder("failed", "over", lambda t: t.failed(), _UNKNOWN),
-    Intruder("touched", "over", lambda t: t.touched(), _UNKNOWN),
+    Intruder("accept", "over", lambda t: t.accept(), UNKNOWN),
+    Intruder("chunk", "over", lambda t: t.last(), UNKNOWN),
+    Intruder("failed", "over", lambda t: t.failed(), UNKNOWN),
+    Intruder("touched", "over", lambda t: t.touched(), UNKNOWN),
 ]
 _OF_ANOTHER_ID = [
-    Intruder("accept", "requested", lambda t: t.accept(_OTHER_ID), _UNKNOWN),
-    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_ID), _UNKNOWN),
-    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_ID), _UNKNOWN),
-    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_ID), _UNKNOWN),
+    Intruder("accept", "requested", lambda t: t.accept(_OTHER_ID), UNKNOWN),
+    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_ID), UNKNOWN),
+    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_ID), UNKNOWN),
+    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_ID), UNKNOWN),
 ]
 _FOR_ANOTHER_PROCESS = [
-    Intruder("accept", "requested", lambda t: t.accept(_OTHER_GENERATION), _STALE),
-    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_GENERATION), _STALE),
-    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_GENERATION), _STALE),
-    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_GENERATION), _STALE),
+    Intruder("accept", "requested", lambda t: t.accept(_OTHER_GENERATION), STALE),
+    Intruder("chunk", "accepted", lambda t: t.first(_OTHER_GENERATION), STALE),
+    Intruder("failed", "accepted", lambda t: t.failed(_OTHER_GENERATION), STALE),
+    Intruder("touched", "accepted", lambda t: t.touched(_OTHER_GENERATION), STALE),
     Intruder("chunk done", "accepted", lambda t: KVChunkDone(transfer_id=1, room=1, sequence=0),
-             _UNEXPECTED),
+             UNEXPECTED),
     Intruder("abort", "accepted", lambda t: KVAbort(room=1, transfer_id=1, reason="", status=400),
-             _UNEXPECTED),
+             UNEXPECTED),
     Intruder("heartbeat", "accepted", lambda t: Heartbeat(instance_id="i", generation=1),
-             _UNEXPECTED),
+             UNEXPECTED),
 ]  # fmt: skip
 _BY_ANOTHER_PEER = [
-    Intruder("accept", "requested", lambda t: t.accept(), _UNKNOWN, by_other=True),
-    Intruder("chunk", "accepted", lambda t: t.first(), _UNKNOWN, by_other=True),
-    Intruder("failed", "accepted", lambda t: t.failed(), _UNKNOWN, by_other=True),
-    Intruder("touched", "accepted", lambda t: t.touched(), _UNKNOWN, by_other=True),
+    Intruder("accept", "requested", lambda t: t.accept(), UNKNOWN, by_other=True),
+    Intruder("chunk", "accepted", lambda t: t.first(), UNKNOWN, by_other=True),
+    Intruder("failed", "accepted", lambda t: t.failed(), UNKNOWN, by_other=True),
+    Intruder("touched", "accepted", lambda t: t.touched(), UNKNOWN, by_other=True),
 ]
-_ALL = {
-    f"{kind}: {each.name}": each
-    for kind, several in {
+_ALL = by_name(
+    {
         "twice": _TWICE,
         "early": _EARLY,
         "late": _LATE,
         "of another id": _OF_ANOTHER_ID,
         "for another process": _FOR_ANOTHER_PROCESS,
         "by another peer": _BY_ANOTHER_PEER,
-    }.items()
-    for each in several
-}
+    }
+)
 
 
 @pytest.mark.parametrize("intruder", _ALL.values(), ids=_ALL)
@@ -195,14 +192,8 @@ def test_it_is_counted_and_ignored(transfer: Transfer, intruder: Intruder) -> No
     for name in Transfer.STEPS:
         transfer.step(name)
         if name == intruder.after:
-            by = transfer.other if intruder.by_other else transfer.owner
-            before, state = ignored(transfer.manager), transfer.receiver.poll()
-            by.send(intruder.message(transfer))
-            if intruder.answer is not None:
-                by.receive(intruder.answer)
-            by.heard()
-            assert ignored(transfer.manager, before) == intruder.counted()
-            assert transfer.receiver.poll() is state and not transfer.receiver.commit()
+            intruder.disturb(transfer, transfer.receiver)
+            assert not transfer.receiver.commit()
     transfer.check()
 
 

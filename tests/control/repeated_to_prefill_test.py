@@ -33,9 +33,15 @@ from kvferry.control.messages import (
 )
 from kvferry.control.zmq_prefill import PrefillManager
 from kvferry.tests.control.hand_peers import (
+    DUPLICATE,
     PATIENT,
+    STALE,
+    TOO_EARLY,
+    UNEXPECTED,
+    UNKNOWN,
     HandDecode,
     Intruder,
+    by_name,
     engine_like,
     ignored,
 )
@@ -152,82 +158,71 @@ def _transfer(both: Pair) -> Iterator[Transfer]:
     assert made.manager.failure is None
 
 
-_UNKNOWN, _DUPLICATE, _TOO_EARLY, _UNEXPECTED, _STALE = (
-    "unknown_transfer",
-    "duplicate",
-    "early",
-    "unexpected",
-    "stale_generation",
-)
-
-
 def _renamed(transfer: Transfer) -> Instance:
     return msgspec.structs.replace(transfer.owner.instance, instance_id="another")
 
 
 _TWICE = [
-    Intruder("open", "opened", lambda t: t.opening(), _DUPLICATE),
-    Intruder("open later", "announced", lambda t: t.opening(), _DUPLICATE),
-    Intruder("request", "requested", lambda t: t.request(), _DUPLICATE),
-    Intruder("request later", "acknowledged", lambda t: t.request(), _DUPLICATE),
-    Intruder("chunk done", "acknowledged", lambda t: t.done(0), _DUPLICATE),
-    Intruder("canary done", "greeted", lambda t: t.canary(), _UNEXPECTED),
-    Intruder("hello", "greeted", lambda t: Hello(instance=t.owner.instance), _DUPLICATE),
-    Intruder("hello later", "announced", lambda t: Hello(instance=t.owner.instance), _DUPLICATE),
+    Intruder("open", "opened", lambda t: t.opening(), DUPLICATE),
+    Intruder("open later", "announced", lambda t: t.opening(), DUPLICATE),
+    Intruder("request", "requested", lambda t: t.request(), DUPLICATE),
+    Intruder("request later", "acknowledged", lambda t: t.request(), DUPLICATE),
+    Intruder("chunk done", "acknowledged", lambda t: t.done(0), DUPLICATE),
+    Intruder("canary done", "greeted", lambda t: t.canary(), UNEXPECTED),
+    Intruder("hello", "greeted", lambda t: Hello(instance=t.owner.instance), DUPLICATE),
+    Intruder("hello later", "announced", lambda t: Hello(instance=t.owner.instance), DUPLICATE),
     Intruder("ping", "announced", lambda t: Ping()),
 ]
 _EARLY = [
-    Intruder("request", "greeted", lambda t: t.request(), _UNKNOWN),
-    Intruder("chunk done before open", "greeted", lambda t: t.done(0), _UNKNOWN),
-    Intruder("chunk done before request", "opened", lambda t: t.done(0), _TOO_EARLY),
-    Intruder("chunk done before chunk", "requested", lambda t: t.done(0), _TOO_EARLY),
-    Intruder("chunk done of the next", "announced", lambda t: t.done(1), _TOO_EARLY),
+    Intruder("request", "greeted", lambda t: t.request(), UNKNOWN),
+    Intruder("chunk done before open", "greeted", lambda t: t.done(0), UNKNOWN),
+    Intruder("chunk done before request", "opened", lambda t: t.done(0), TOO_EARLY),
+    Intruder("chunk done before chunk", "requested", lambda t: t.done(0), TOO_EARLY),
+    Intruder("chunk done of the next", "announced", lambda t: t.done(1), TOO_EARLY),
 ]
 _LATE = [
-    Intruder("request", "over", lambda t: t.request(), _UNKNOWN),
-    Intruder("chunk done", "over", lambda t: t.done(1), _UNKNOWN),
+    Intruder("request", "over", lambda t: t.request(), UNKNOWN),
+    Intruder("chunk done", "over", lambda t: t.done(1), UNKNOWN),
     Intruder("touched", "over", lambda t: Touched(transfer_ids=[t.transfer_id])),
 ]
 _OF_ANOTHER_ID = [
     Intruder("open", "requested", lambda t: t.opening(transfer_id=5), answer=KVFailed),
-    Intruder("request", "opened", lambda t: t.request(transfer_id=5), _UNKNOWN),
-    Intruder("chunk done", "announced", lambda t: t.done(0, transfer_id=5), _UNKNOWN),
-    Intruder("abort", "announced", lambda t: t.abort(transfer_id=5), _UNKNOWN),
+    Intruder("request", "opened", lambda t: t.request(transfer_id=5), UNKNOWN),
+    Intruder("chunk done", "announced", lambda t: t.done(0, transfer_id=5), UNKNOWN),
+    Intruder("abort", "announced", lambda t: t.abort(transfer_id=5), UNKNOWN),
     Intruder("touched", "announced", lambda t: Touched(transfer_ids=[5])),
 ]
 _FOR_ANOTHER_PROCESS = [
-    Intruder("open before", "greeted", lambda t: t.opening(generation=1), _STALE),
-    Intruder("open afterwards", "announced", lambda t: t.opening(generation=1 << 52), _STALE),
+    Intruder("open before", "greeted", lambda t: t.opening(generation=1), STALE),
+    Intruder("open afterwards", "announced", lambda t: t.opening(generation=1 << 52), STALE),
     Intruder("failed", "announced", lambda t: KVFailed(transfer_id=1, reason="", status=503),
-             _UNEXPECTED),
-    Intruder("announce", "announced", lambda t: Announce(instance_id="i", rooms=[1]), _UNEXPECTED),
+             UNEXPECTED),
+    Intruder("announce", "announced", lambda t: Announce(instance_id="i", rooms=[1]), UNEXPECTED),
     Intruder("hello as another", "announced", lambda t: Hello(instance=t.other.instance),
-             _UNEXPECTED),
-    Intruder("hello as a new one", "announced", lambda t: Hello(instance=_renamed(t)), _UNEXPECTED),
+             UNEXPECTED),
+    Intruder("hello as a new one", "announced", lambda t: Hello(instance=_renamed(t)), UNEXPECTED),
     Intruder("hello of the wrong role", "announced", lambda t: Hello(instance=t.manager.instance),
              answer=Refused),
 ]  # fmt: skip
 _BY_ANOTHER_PEER = [
-    Intruder("open", "opened", lambda t: t.opening(), _DUPLICATE, by_other=True),
-    Intruder("request", "opened", lambda t: t.request(), _UNKNOWN, by_other=True),
-    Intruder("chunk done", "announced", lambda t: t.done(0), _UNKNOWN, by_other=True),
-    Intruder("abort", "announced", lambda t: t.abort(), _UNKNOWN, by_other=True),
-    Intruder("canary done", "greeted", lambda t: t.canary(), _UNEXPECTED, by_other=True),
+    Intruder("open", "opened", lambda t: t.opening(), DUPLICATE, by_other=True),
+    Intruder("request", "opened", lambda t: t.request(), UNKNOWN, by_other=True),
+    Intruder("chunk done", "announced", lambda t: t.done(0), UNKNOWN, by_other=True),
+    Intruder("abort", "announced", lambda t: t.abort(), UNKNOWN, by_other=True),
+    Intruder("canary done", "greeted", lambda t: t.canary(), UNEXPECTED, by_other=True),
     Intruder("touched", "announced", lambda t: Touched(transfer_ids=[t.transfer_id]),
              by_other=True),
 ]  # fmt: skip
-_ALL = {
-    f"{kind}: {each.name}": each
-    for kind, several in {
+_ALL = by_name(
+    {
         "twice": _TWICE,
         "early": _EARLY,
         "late": _LATE,
         "of another id": _OF_ANOTHER_ID,
         "for another process": _FOR_ANOTHER_PROCESS,
         "by another peer": _BY_ANOTHER_PEER,
-    }.items()
-    for each in several
-}
+    }
+)
 
 
 @pytest.mark.parametrize("intruder", _ALL.values(), ids=_ALL)
@@ -235,14 +230,7 @@ def test_it_is_counted_and_ignored(transfer: Transfer, intruder: Intruder) -> No
     for name in Transfer.STEPS:
         transfer.step(name)
         if name == intruder.after:
-            by = transfer.other if intruder.by_other else transfer.owner
-            before, state = ignored(transfer.manager), transfer.sender.poll()
-            by.send(intruder.message(transfer))
-            if intruder.answer is not None:
-                by.receive(intruder.answer)
-            by.heard()
-            assert ignored(transfer.manager, before) == intruder.counted()
-            assert transfer.sender.poll() is state
+            intruder.disturb(transfer, transfer.sender)
     transfer.check()
 
 
