@@ -24,7 +24,7 @@ from kvferry.control.security import CurveKeys
 from kvferry.control.side_channel import ChannelOptions
 from kvferry.control.wire import MAX_REQUEST_BYTES, encode
 from kvferry.tests.control.pairs import wait_until
-from kvferry.tests.control.side_channel_test import Client, Server
+from kvferry.tests.control.side_channel_test import SERVER_PROGRAM, Client, Server
 
 _MIB = 1 << 20
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -126,13 +126,6 @@ def _wait(event: threading.Event) -> None:
     event.wait(30.0)
 
 
-_SIDE_CHANNEL = """
-import sys
-from kvferry.tests.control.side_channel_test import Server
-server = Server()
-print(server.port, flush=True)
-sys.stdin.read()
-"""
 _ENGINE = """
 import sys
 from kvferry.control.engines.base import EngineOptions
@@ -145,7 +138,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize(
     ("server", "frame_bytes"),
-    [(_SIDE_CHANNEL, 8), (_SIDE_CHANNEL, 1000), (_SIDE_CHANNEL, _MIB), (_ENGINE, 4000)],
+    [(SERVER_PROGRAM, 8), (SERVER_PROGRAM, 1000), (SERVER_PROGRAM, _MIB), (_ENGINE, 4000)],
     ids=["tiny frames", "small frames", "large frames", "zmq engine"],
 )
 def test_a_message_that_never_ends_ends_its_connection(server: str, frame_bytes: int) -> None:

@@ -163,6 +163,16 @@ class Pair:
         wait_until(lambda: sender.poll() is KVPoll.Success)
         self.check(source, self.reserved(num_pages))
 
+    def carry_rooms(self) -> None:
+        """Moves rooms of several sizes, and gives one up in the middle."""
+        for num_pages in (1, 5, 40):
+            self.transfer(num_pages)
+        sender, receiver = self.ready(2)
+        assert sender.send([0], last=False)
+        sender.abort("the client has left")
+        assert "the client has left" in fails(receiver)
+        wait_until(self.at_baseline)
+
     def check(self, source: Sequence[int], target: Sequence[int]) -> None:
         ours, theirs = self.prefill.pool.pages(source), self.decode.pool.pages(target)
         for layer, (left, right) in enumerate(zip(ours, theirs, strict=True)):

@@ -207,9 +207,8 @@ def _wait(event: threading.Event) -> None:
     event.wait(10.0)
 
 
-_STOPPABLE = """
+SERVER_PROGRAM = """
 import sys
-import threading
 from kvferry.tests.control.side_channel_test import Server
 server = Server()
 print(server.port, flush=True)
@@ -219,7 +218,7 @@ sys.stdin.read()
 
 def test_a_stopped_server_is_noticed_by_silence(connect: Callable[..., Client]) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", _STOPPABLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", SERVER_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert child.stdout is not None
